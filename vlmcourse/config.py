@@ -1,0 +1,331 @@
+"""A training run as data: TOML in, frozen dataclasses out, every mistake reported at once.
+
+Enters: a TOML file and `section.key=value` overrides. Leaves: a `TrainConfig`. The model shapes that
+`model.preset` may name are in `presets.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmcourse.presets import MODELS
+
+TOWERS = ("vision", "projector", "language")
+STRATEGIES = ("single", "ddp", "fsdp")
+PRECISIONS = ("fp32", "bf16")
+DATASETS = ("digits", "llava")
+BAD_ROW_POLICIES = ("refuse", "skip")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message lists every problem found, one a line."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{where} has {len(self.problems)} {noun}:\n{lines}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run writes, and the seed everything random in it derives from."""
+
+    name: str = "run"
+    output_dir: str = "runs"
+    """Parent folder; the run writes to `output_dir/name`."""
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        found = []
+        if not self.name or "/" in self.name:
+            found.append(f"run.name = {self.name!r}: must be a non-empty folder name without '/'")
+        if self.seed < 0:
+            found.append(f"run.seed = {self.seed}: must be 0 or greater")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained, and which of its towers stay frozen."""
+
+    preset: str = "tiny"
+    """A name in `presets.MODELS`; ignored when `hf_folder` is set."""
+    hf_folder: str = ""
+    """A Hugging Face InternVL folder (config.json + safetensors) to start from."""
+    freeze: tuple[str, ...] = ()
+    """Towers that are not trained: any of vision, projector, language."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        found = []
+        if not self.hf_folder and self.preset not in MODELS:
+            found.append(f"model.preset = {self.preset!r}: {did_you_mean(self.preset, MODELS)}")
+        for tower in self.freeze:
+            if tower not in TOWERS:
+                found.append(f"model.freeze names {tower!r}: {did_you_mean(tower, TOWERS)}")
+        if set(TOWERS) <= set(self.freeze):
+            found.append("model.freeze names every tower: nothing would train; leave one out")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the model learns from."""
+
+    dataset: str = "digits"
+    """digits (made from scans that ship with scikit-learn) or llava (a JSON/JSONL file and images)."""
+    path: str = ""
+    """llava only: the conversation file."""
+    image_dir: str = ""
+    """llava only: the folder that image names in the file are relative to."""
+    tokenizer: str = "builtin"
+    """builtin (the small one in the package) or a Hugging Face tokenizer folder."""
+    on_bad_row: str = "refuse"
+    """llava only: refuse (stop and list every bad row) or skip (list them and go on)."""
+    num_train_samples: int = 4096
+    num_eval_samples: int = 256
+    """Held-out samples that exact match is measured on."""
+    max_seq_len: int = 256
+    """Tokens a sample may have, image tokens included; a longer one is refused."""
+    max_tiles_per_image: int = 1
+    """1 resizes each image to one tile; more splits large images as InternVL does."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        found = []
+        if self.dataset not in DATASETS:
+            found.append(f"data.dataset = {self.dataset!r}: {did_you_mean(self.dataset, DATASETS)}")
+        if self.dataset == "llava" and not self.path:
+            found.append("data.path is empty: dataset = 'llava' needs the path of its JSON or JSONL file")
+        if self.on_bad_row not in BAD_ROW_POLICIES:
+            found.append(f"data.on_bad_row = {self.on_bad_row!r}: {did_you_mean(self.on_bad_row, BAD_ROW_POLICIES)}")
+        found += at_least_one(self, "data", "num_train_samples", "num_eval_samples", "max_seq_len")
+        found += at_least_one(self, "data", "max_tiles_per_image")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How long and in what steps."""
+
+    num_steps: int = 100
+    """Optimizer steps."""
+    micro_batch_size: int = 8
+    """Samples in one forward pass of one rank."""
+    accumulation_steps: int = 1
+    """Micro-batches a rank adds up before one optimizer step."""
+    precision: str = "fp32"
+    """fp32, or bf16 (autocast over fp32 weights)."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    log_every: int = 10
+    """Steps between log rows."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates once, at the end."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 saves once, at the end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay on disk."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        found = at_least_one(self, "train", "num_steps", "micro_batch_size", "accumulation_steps", "log_every")
+        found += at_least_one(self, "train", "keep_checkpoints")
+        for name in ("max_grad_norm", "eval_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                found.append(f"train.{name} = {getattr(self, name)}: must be 0 or greater")
+        if self.precision not in PRECISIONS:
+            found.append(f"train.precision = {self.precision!r}: {did_you_mean(self.precision, PRECISIONS)}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with one learning rate a tower, warm-up and cosine decay."""
+
+    lr_vision: float = 1e-3
+    lr_projector: float = 1e-3
+    lr_language: float = 1e-3
+    weight_decay: float = 0.01
+    """Applied to matrices only, not to norms, biases or embeddings of position."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    warmup_steps: int = 10
+    """Optimizer steps over which the rates rise linearly from 0."""
+    min_lr_fraction: float = 0.1
+    """The cosine ends at this fraction of each rate."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        found = []
+        for name in ("lr_vision", "lr_projector", "lr_language", "eps"):
+            if getattr(self, name) <= 0:
+                found.append(f"optimizer.{name} = {getattr(self, name)}: must be greater than 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(f"optimizer.{name} = {getattr(self, name)}: must be in [0, 1)")
+        for name in ("weight_decay", "warmup_steps"):
+            if getattr(self, name) < 0:
+                found.append(f"optimizer.{name} = {getattr(self, name)}: must be 0 or greater")
+        if not 0 <= self.min_lr_fraction <= 1:
+            found.append(f"optimizer.min_lr_fraction = {self.min_lr_fraction}: must be between 0 and 1")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks share the work."""
+
+    strategy: str = "single"
+    """single (one process), ddp (every rank holds everything), fsdp (FSDP2: every rank holds a shard)."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        if self.strategy in STRATEGIES:
+            return []
+        return [f"parallel.strategy = {self.strategy!r}: {did_you_mean(self.strategy, STRATEGIES)}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything a `Trainer` needs; each field is one section of the TOML file."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
+        if found:
+            raise ConfigError("The training configuration", found)
+
+
+def check_world_size(strategy: str, world_size: int) -> None:
+    """Refuse a number of ranks that a strategy cannot use.
+
+    Raises:
+        ValueError: if `single` has several ranks, or ddp or fsdp only one; the message says how to start it.
+    """
+    if strategy == "single" and world_size > 1:
+        raise ValueError(
+            f"parallel.strategy = 'single' with {world_size} ranks: each would train a model of its own; choose "
+            "'ddp' or 'fsdp', or start one process (without --nproc)"
+        )
+    if strategy != "single" and world_size < 2:
+        raise ValueError(
+            f"parallel.strategy = {strategy!r} with 1 rank: it shares work between at least 2 ranks; start 2 with "
+            "'--nproc 2' ('%%torchrun -n 2' in a notebook), or choose 'single'"
+        )
+
+
+def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> TrainConfig:
+    """Read a TOML training configuration and check all of it.
+
+    Args:
+        path: the TOML file.
+        overrides: values that win over the file, by dotted name: `{"train.num_steps": 20}`.
+    Returns:
+        The checked configuration.
+    Raises:
+        ConfigError: one error that lists every unknown key, wrong type and bad value.
+        FileNotFoundError: if there is no such file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no configuration file {str(path)!r}: give the path of a TOML file")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), [f"this is not valid TOML: {error}"]) from error
+    return parse_config(table, overrides, where=str(path))
+
+
+def parse_config(
+    table: Mapping[str, Any], overrides: Mapping[str, object] | None = None, where: str = "The training configuration"
+) -> TrainConfig:
+    """Turn nested tables, as `tomllib` gives them, into a checked `TrainConfig`.
+
+    Args:
+        table: section name -> key -> value.
+        overrides: values that win, by dotted name.
+        where: what the error message calls the source.
+    Raises:
+        ConfigError: one error that lists everything wrong.
+    """
+    merged: dict[str, Any] = {name: dict(v) if isinstance(v, Mapping) else v for name, v in table.items()}
+    found: list[str] = []
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        if not key:
+            found.append(f"override {dotted!r}: write it as section.key, such as train.num_steps")
+        elif isinstance(merged.setdefault(section, {}), dict):
+            merged[section][key] = value
+    sections = typing.get_type_hints(TrainConfig)
+    built: dict[str, Any] = {}
+    for name, values in merged.items():
+        if name not in sections:
+            found.append(f"[{name}]: there is no such section; {did_you_mean(name, sections)}")
+        elif not isinstance(values, Mapping):
+            found.append(f"{name} = {values!r}: {name} is a section; write [{name}] and its keys below it")
+        else:
+            fields = _read_section(sections[name], name, values, found)
+            built[name] = sections[name](**fields)
+            found += built[name].problems()
+    if found:
+        raise ConfigError(where, found)
+    return TrainConfig(**built)
+
+
+def _read_section(section: type, name: str, values: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
+    """Keep the keys of one table that fit `section`; add a sentence to `found` for each that does not."""
+    hints = typing.get_type_hints(section)
+    kept = {}
+    for key, value in values.items():
+        if key not in hints:
+            found.append(f"{name}.{key}: there is no such key; {did_you_mean(key, hints)}")
+            continue
+        try:
+            kept[key] = _as_type(value, hints[key])
+        except TypeError as error:
+            found.append(f"{name}.{key} = {value!r}: {error}")
+    return kept
+
+
+def _as_type(value: object, hint: Any) -> object:
+    """Return `value` as `hint` (str, int, float, bool or tuple[str, ...]), refusing silent conversions."""
+    if isinstance(hint, types.GenericAlias):
+        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise TypeError("must be a list of strings")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise TypeError(f"must be {hint.__name__}, not {type(value).__name__}")
+    return value
+
+
+def at_least_one(section: object, prefix: str, *names: str) -> list[str]:
+    """Return a sentence for each named field of `section` that is below 1."""
+    bad = [name for name in names if getattr(section, name) < 1]
+    return [f"{prefix}.{name} = {getattr(section, name)}: must be 1 or greater" for name in bad]
+
+
+def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
+    """Return a hint that names the nearest known word, or all of them where none is near."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"

@@ -56,7 +56,9 @@ def test_a_module_is_short_and_says_what_it_is(path):
 
 def test_every_layer_of_the_package_stands_in_the_import_contract():
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    parts = {path.stem for path in (ROOT / "vlmcourse").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    parts = {
+        path.stem for path in (ROOT / "vlmcourse").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     for part in parts - {"__init__"}:
         assert f'"vlmcourse.{part}"' in contract, f"vlmcourse.{part} has no place in the layers of pyproject.toml"
 

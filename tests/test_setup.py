@@ -29,7 +29,9 @@ def constraints() -> dict[str, str]:
 
 def direct_dependencies() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {normal(re.split(r"[=<>]", d)[0]) for d in [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
+    return {
+        normal(re.split(r"[=<>]", d)[0]) for d in [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    }
 
 
 def test_constraints_pin_torch_and_every_direct_dependency():
@@ -49,7 +51,9 @@ def test_conda_environment_pins_equal_the_constraints():
 def test_installed_packages_are_the_pinned_ones():
     from importlib.metadata import version
 
-    wrong = {n: (version(n), constraints()[n]) for n in direct_dependencies() if version(n).split("+")[0] != constraints()[n]}
+    wrong = {
+        n: (version(n), constraints()[n]) for n in direct_dependencies() if version(n).split("+")[0] != constraints()[n]
+    }
     assert not wrong, f"(installed, pinned): {wrong}"
 
 

@@ -238,8 +238,10 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
     Args:
         path: the TOML file.
         overrides: values that win over the file, by dotted name: `{"train.num_steps": 20}`.
+
     Returns:
         The checked configuration.
+
     Raises:
         ConfigError: one error that lists every unknown key, wrong type and bad value.
         FileNotFoundError: if there is no such file.
@@ -263,6 +265,7 @@ def parse_config(
         table: section name -> key -> value.
         overrides: values that win, by dotted name.
         where: what the error message calls the source.
+
     Raises:
         ConfigError: one error that lists everything wrong.
     """

@@ -1,0 +1,176 @@
+"""Everything that only a GPU can show, run on the GPUs at hand, as one table: check, outcome, what was seen.
+
+    python bench/gpu_checks.py            # needs 1 GPU for some checks, 2 for the rest
+    python bench/gpu_checks.py --out results.md
+
+A check that needs more GPUs than there are is skipped and says so; one that fails makes the exit code 1. The table
+names the card, the driver and torch, so that it can be committed as a record. Times are not asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_STEPS = 20
+TIMEOUT_S = 300
+SKIPPED = 3
+"""Exit code where no check could run."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim about GPUs."""
+
+    name: str
+    gpus: int
+    run: Callable[[], str]
+    """Returns what was seen; raises AssertionError or RuntimeError where the claim is false."""
+
+
+def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: object) -> dict:
+    """Train the tiny model for a few steps in processes of their own and return the result with all losses.
+
+    Args:
+        strategy: single, ddp or fsdp.
+        nproc: ranks; one GPU each.
+        precision: fp32 or bf16.
+        overrides: further values, by name with `__` for the dot.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        values = {
+            "run.output_dir": folder,
+            "parallel.strategy": strategy,
+            "train.precision": precision,
+            "train.num_steps": NUM_STEPS,
+            "train.micro_batch_size": 64 // nproc,
+            "train.log_every": 1,
+            "data.num_train_samples": 2048,
+            "data.num_eval_samples": 64,
+        } | {key.replace("__", "."): value for key, value in overrides.items()}
+        command = [sys.executable, "-m", "vlmcourse.cli", "train", "configs/tiny.toml", "--json"]
+        command += ["--nproc", str(nproc)] if nproc > 1 else []
+        for key, value in values.items():
+            command += ["--set", f"{key}={json.dumps(value)}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        result = json.loads(done.stdout.splitlines()[-1])
+        log = next(Path(folder).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
+        result["losses"] = [json.loads(line)["loss"] for line in log]
+    return result
+
+
+def largest_gap(first: dict, second: dict) -> float:
+    """Return the largest difference of two runs' losses at the same step."""
+    assert len(first["losses"]) == len(second["losses"]) == NUM_STEPS
+    return max(abs(a - b) for a, b in zip(first["losses"], second["losses"], strict=True))
+
+
+def check_single() -> str:
+    """The tiny model learns on one GPU and its peak memory is read from the CUDA allocator."""
+    result = train("single", 1)
+    assert result["loss_last"] < result["loss_first"], result
+    assert "cuda" in result["peak_is"].lower(), f"peak memory is {result['peak_is']!r}, not the CUDA allocator's"
+    return f"loss {result['loss_first']:.3f} -> {result['loss_last']:.3f}, {result['peak_bytes'] / 2**20:.0f} MiB peak"
+
+
+def check_bf16() -> str:
+    """Autocast to bf16 stays near fp32."""
+    gap = largest_gap(train("single", 1), train("single", 1, "bf16"))
+    assert gap < 0.1, f"losses of bf16 and fp32 differ by {gap:.4f}"
+    return f"largest difference of losses to fp32 {gap:.4f}"
+
+
+def check_parity(strategy: str) -> str:
+    """Two ranks over NCCL give the losses of one GPU."""
+    gap = largest_gap(train("single", 1), train(strategy, 2))
+    assert gap < 1e-3, f"losses of {strategy} on 2 ranks and of one rank differ by {gap:.2e}"
+    return f"largest difference of losses to one GPU {gap:.1e}"
+
+
+def check_nccl() -> str:
+    """Ranks choose NCCL and a GPU each, and an all-reduce is right."""
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks\n"
+        "r = init_ranks(); x = torch.full((4,), r.rank + 1.0, device=r.device); dist.all_reduce(x)\n"
+        "assert r.backend == 'nccl' and r.device.type == 'cuda' and x.tolist() == [3.0] * 4, (r, x)\n"
+        "print(r); shutdown_ranks()\n"
+    )
+    from vlmcourse.notebook.launcher import run_ranks
+
+    lines: list[str] = []
+    run_ranks([sys.executable, "-c", code], 2, timeout_s=120, on_line=lambda rank, line: lines.append(line))
+    assert sum("nccl" in line for line in lines) == 2, lines
+    return "; ".join(sorted(line for line in lines if "nccl" in line))
+
+
+def check_fsdp_memory() -> str:
+    """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
+    small = {"model__preset": "small", "train__micro_batch_size": 2}
+    one, two = train("single", 1, **small), train("fsdp", 2, **small)
+    ratio = two["peak_bytes"] / one["peak_bytes"]
+    assert ratio < 1, f"fsdp took {ratio:.2f} of one GPU's peak"
+    return f"peak of fsdp on 2 GPUs is {ratio:.2f} of one GPU's"
+
+
+CHECKS = (
+    Check("one GPU trains; peak memory from the allocator", 1, check_single),
+    Check("bf16 autocast stays near fp32", 1, check_bf16),
+    Check("ranks choose NCCL and a GPU each", 2, check_nccl),
+    Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
+    Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
+    Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
+)
+
+
+def describe_machine(num_gpus: int) -> str:
+    """Name the cards and the versions that a table was made with."""
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}"
+    if not num_gpus:
+        return f"no GPU, {versions}"
+    names = sorted({torch.cuda.get_device_name(i) for i in range(num_gpus)})
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{num_gpus} x {', '.join(names)}, {versions}, NCCL {nccl}"
+
+
+def main() -> int:
+    """Run every check that the machine allows and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    args = parser.parse_args()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rows, failed, ran = [], 0, 0
+    for check in CHECKS:
+        if check.gpus > num_gpus:
+            rows.append((check.name, "skipped", f"needs {check.gpus} GPU(s), this machine has {num_gpus}"))
+            continue
+        ran += 1
+        try:
+            rows.append((check.name, "passed", check.run()))
+        except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
+            failed += 1
+            rows.append((check.name, "FAILED", " ".join(str(error).split())[:500]))
+    table = [f"Machine: {describe_machine(num_gpus)}", "", "| check | outcome | seen |", "|---|---|---|"]
+    table += [f"| {' | '.join(row)} |" for row in rows]
+    text = "\n".join(table) + "\n"
+    sys.stdout.write(text)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    if failed:
+        return 1
+    return 0 if ran else SKIPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""A real Jupyter kernel for tests: run a cell, see what a notebook would show, find every process it left."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+MARK = "VLMCOURSE_TEST_MARK"
+START_S = 180
+"""Two ranks import torch in about 4 s; machines that also do other things take much longer."""
+
+
+@dataclass
+class Shown:
+    """What a notebook shows under a cell."""
+
+    stdout: str = ""
+    stderr: str = ""
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    """Everything in order: ("text", str), ("display", {mime: data}), ("update", ...), ("error", name)."""
+    error: str = ""
+    """`Name: message`; empty where the cell succeeded."""
+    traceback: str = ""
+    seconds_from_first_text: float = 0.0
+
+    def lines(self, rank: int) -> list[str]:
+        tag = f"[{rank}] "
+        return [line.removeprefix(tag) for line in self.stdout.splitlines() if line.startswith(tag)]
+
+    def pictures(self) -> list[str]:
+        return [data["image/png"] for kind, data in self.outputs if kind == "display" and "image/png" in data]
+
+
+class Kernel:
+    """One kernel with the course's extension loaded; nothing is shared with the test process but files."""
+
+    def __init__(self, cwd: str | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        self.manager = KernelManager()
+        self.manager.start_kernel(env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}, cwd=cwd)
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
+
+    @property
+    def pid(self) -> int:
+        return int(self.run("import os; print(os.getpid())").stdout)
+
+    def run(self, code: str, timeout_s: float = START_S, on_text: Callable[[str], None] | None = None) -> Shown:
+        """Run a cell; `on_text` is called with all of its text so far, whenever some arrives."""
+        shown = Shown()
+        first_text_s: list[float] = []
+
+        def see(message: dict[str, Any]) -> None:
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                setattr(shown, content["name"], getattr(shown, content["name"]) + content["text"])
+                shown.outputs.append(("text", content["text"]))
+                first_text_s.append(time.monotonic())
+                if on_text is not None:
+                    on_text(shown.stdout)
+            elif kind in ("display_data", "execute_result"):
+                shown.outputs.append(("display", content["data"]))
+            elif kind == "update_display_data":
+                shown.outputs.append(("update", content["data"]))
+            elif kind == "error":
+                shown.outputs.append(("error", content["ename"]))
+                shown.error = f"{content['ename']}: {content['evalue']}"
+                shown.traceback = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+
+        self.client.execute_interactive(code, timeout=timeout_s, output_hook=see, allow_stdin=False)
+        shown.seconds_from_first_text = time.monotonic() - first_text_s[0] if first_text_s else 0.0
+        return shown
+
+    def start(self, code: str) -> None:
+        """Send a cell and do not wait for it."""
+        self.client.execute(code)
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait until a cell that was sent has printed `text`."""
+        seen, end_s = "", time.monotonic() + START_S
+        while text not in seen:
+            assert time.monotonic() < end_s, f"{text!r} is not in {seen!r}"
+            message = self.client.get_iopub_msg(timeout=START_S)
+            seen += message["content"].get("text", "")
+
+    def processes(self) -> list[psutil.Process]:
+        """Return what runs with this kernel's mark in its environment, except the kernel itself."""
+        kernel_pid = self.manager.provisioner.pid  # type: ignore[union-attr]
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+            except psutil.Error:
+                continue
+            if is_ours and process.pid != kernel_pid:
+                found.append(process)
+        return found
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        for process in self.processes():
+            process.kill()
+
+
+def wait_until(is_true: Callable[[], bool], within_s: float) -> bool:
+    """Return whether it became true in time."""
+    end_s = time.monotonic() + within_s
+    while not is_true():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,175 @@
+"""What the parity tests train: a very small model on awkward data, every loss and gradient kept.
+
+The data holds answers of very different lengths, samples without a picture and samples without any supervised token, in
+numbers that leave some ranks and micro-batches with nothing but those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmcourse.config import TrainConfig, parse_config
+from vlmcourse.data.digits import DigitsDataset
+from vlmcourse.data.samples import IGNORE_LABEL, Batch, Message, Sample
+from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.parallel.apply import unwrap
+from vlmcourse.parallel.comm import gather_full
+from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.presets import MODELS, VLMShape
+from vlmcourse.train.trainer import Trainer
+
+GLOBAL_BATCH_SIZE = 8
+NUM_STEPS = 5
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+"""fp32: a few roundings of sums added in another order. bf16: 8 significant bits in every matrix product."""
+GRADIENT_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2}
+"""Absolute; gradients are at most `MAX_GRAD_NORM` long."""
+MAX_GRAD_NORM = 0.5
+"""Below what is measured at every step, so that clipping is active."""
+CASES: dict[str, dict[str, Any]] = {
+    "all towers": {},
+    "vision frozen": {"model.freeze": ["vision"]},
+    "vision and projector frozen": {"model.freeze": ["vision", "projector"]},
+    "language frozen": {"model.freeze": ["language"]},
+    "clipping off": {"train.max_grad_norm": 0, "train.num_steps": 3},
+    "bf16": {"train.precision": "bf16", "train.num_steps": 2},
+}
+
+
+@dataclass
+class Recording:
+    """All that one run did; tensors are whole and on CPU."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    sample_ids: list[list[str]] = field(default_factory=list)
+    """This rank's samples of each step."""
+    num_tiles: list[list[int]] = field(default_factory=list)
+    """Tiles of each micro-batch of each step, this rank's."""
+    num_supervised: list[list[int]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def small_shape(tied_embeddings: bool = True) -> VLMShape:
+    """Return a small shape with everything in it: grouped heads, tied embeddings, tensors that 2 does not divide."""
+    tiny = MODELS["tiny"]
+    vision = dataclasses.replace(tiny.vision, patch_size_px=8, num_layers=2, hidden_size=24, num_heads=2, mlp_size=31)
+    language = dataclasses.replace(
+        tiny.language,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_size=45,
+        tied_embeddings=tied_embeddings,
+    )
+    return dataclasses.replace(tiny, name="parity", vision=vision, language=language)
+
+
+def awkward_samples() -> list[Sample]:
+    """Return 32 samples: a third with a picture, the rest text; some of them mute (see `AwkwardTrainer`)."""
+    pictures = DigitsDataset(32, 0, "train")
+    samples = []
+    for i in range(32):
+        if i % 3 == 0:
+            turns = pictures[i].messages[: 2 * (1 + i % 4)]
+            samples.append(dataclasses.replace(pictures[i], sample_id=f"picture-{i}", messages=turns))
+        elif i % 3 == 1:
+            text = "seven " * (i % 7) + str(i)
+            samples.append(Sample(f"text-{i}", (), (Message("user", "what is it?"), Message("assistant", text))))
+        else:
+            samples.append(Sample(f"mute-{i}", (), (Message("user", "and now?"), Message("assistant", "left"))))
+    return samples
+
+
+class AwkwardTrainer(Trainer):
+    """A trainer whose mute samples supervise no token at all."""
+
+    def load_step(self, step: int) -> list[Batch]:
+        batches = super().load_step(step)
+        for batch in batches:
+            for row, sample_id in enumerate(batch.sample_ids):
+                if sample_id.startswith("mute"):
+                    batch.labels_BS[row] = IGNORE_LABEL
+        return batches
+
+
+def parity_config(strategy: str, accumulation_steps: int, world_size: int, case: str) -> TrainConfig:
+    """Return the configuration of one run; all runs of a case have the same global batch."""
+    table = {
+        "train": {
+            "num_steps": NUM_STEPS,
+            "micro_batch_size": GLOBAL_BATCH_SIZE // (accumulation_steps * world_size),
+            "accumulation_steps": accumulation_steps,
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+        # A larger eps than usual: Adam divides by the gradient's size, and where that is a rounding error (the bias of
+        # keys has no effect), the direction of the update would be one too.
+        "optimizer": {"warmup_steps": 2, "eps": 1e-5, "weight_decay": 0.1, "lr_vision": 2e-3, "lr_language": 5e-4},
+        "parallel": {"strategy": strategy},
+    }
+    return parse_config(table, CASES[case])
+
+
+def build_trainer(config: TrainConfig, ranks: Ranks, seed: int) -> AwkwardTrainer:
+    """Build a trainer of the small model; `seed` is that of the weights."""
+    samples = awkward_samples()
+    model: VLM = build_model(small_shape(), seed=seed)
+    return AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
+
+
+def record(trainer: Trainer, num_steps: int | None = None) -> Recording:
+    """Make the steps of a run and keep everything."""
+    recording = Recording()
+
+    def keep_gradients(trainer: Trainer) -> None:
+        named = unwrap(trainer.model).named_parameters()
+        recording.gradients.append({name: gather_full(p.grad) for name, p in named if p.grad is not None})
+
+    trainer.before_update.append(keep_gradients)
+    load_step: Callable[[int], list[Batch]] = trainer.load_step
+
+    def keep_batches(step: int) -> list[Batch]:
+        batches = load_step(step)
+        recording.sample_ids.append([name for batch in batches for name in batch.sample_ids])
+        recording.num_tiles.append([sum(batch.tiles_per_sample) for batch in batches])
+        recording.num_supervised.append([batch.num_supervised_tokens for batch in batches])
+        return batches
+
+    trainer.load_step = keep_batches  # type: ignore[method-assign]
+    for _ in range(num_steps or trainer.config.train.num_steps):
+        report = trainer.train_step()
+        recording.losses.append(report.loss)
+        recording.grad_norms.append(report.grad_norm)
+    recording.weights = {name: gather_full(p) for name, p in unwrap(trainer.model).named_parameters()}
+    return recording
+
+
+def check_parity(reference: Recording, other: Recording, precision: str) -> None:
+    """Raise AssertionError at the first loss, norm or gradient that differs by more than the tolerance of its type."""
+    for step, loss in enumerate(other.losses):
+        expected = reference.losses[step]
+        assert abs(loss - expected) <= LOSS_TOLERANCE[precision], f"step {step}: loss {loss} instead of {expected}"
+        norm, expected = other.grad_norms[step], reference.grad_norms[step]
+        # Clipping hides a wrong scale of the gradient; its norm is from before.
+        assert abs(norm - expected) <= LOSS_TOLERANCE[precision], f"step {step}: norm {norm} instead of {expected}"
+        gradients, expected_gradients = other.gradients[step], reference.gradients[step]
+        assert gradients.keys() == expected_gradients.keys(), f"step {step}: other parameters have gradients"
+        for name, gradient in gradients.items():
+            difference = float((gradient - expected_gradients[name]).abs().max())
+            assert difference <= GRADIENT_TOLERANCE[precision], (
+                f"step {step}: gradient of {name} is off by {difference}"
+            )
+
+
+def load(path: Path) -> Any:
+    """Read what a worker saved."""
+    return torch.load(path, weights_only=False)

@@ -1,0 +1,222 @@
+"""The `vlmcourse` command: messages a person can act on, exit codes, ranks that start and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vlmcourse import cli
+from vlmcourse.commands.train import JSON_KEYS, parse_overrides
+from vlmcourse.config import ConfigError
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "configs" / "tiny.toml")
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SHORT = {
+    "train.num_steps": 4,
+    "train.micro_batch_size": 4,
+    "train.log_every": 2,
+    "train.eval_every": 0,
+    "optimizer.warmup_steps": 2,
+    "data.num_train_samples": 64,
+    "data.num_eval_samples": 6,
+}
+
+
+def arguments(folder: Path, **changes: object) -> list[str]:
+    """Return the arguments of a run of a few steps; changes are written `section__key=value`."""
+    values = SHORT | {key.replace("__", "."): value for key, value in changes.items()} | {"run.output_dir": str(folder)}
+    return ["train", TINY, *(part for key, value in values.items() for part in ("--set", f"{key}={value}"))]
+
+
+def vlmcourse(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vlmcourse.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT)
+
+
+def test_help_lists_the_commands_without_importing_torch() -> None:
+    code = "import sys; from vlmcourse.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for name in cli.COMMANDS:
+        assert f"  {name} " in done.stdout
+    assert done.stdout.rstrip().endswith("False")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_explains_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: vlmcourse {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "required: command"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "required: config"),
+        (["train", TINY, "--procs", "2"], "unrecognized arguments: --procs 2"),
+        (["train", TINY, "--nproc", "two"], "invalid int value: 'two'"),
+    ],
+)
+def test_wrong_arguments_are_explained(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", "no.toml"], "There is no configuration file 'no.toml'"),
+        (["train", TINY, "--set", "steps=3"], "'steps=3': write section.key=value"),
+        (["train", TINY, "--set", "train.num_step=3"], "did you mean 'num_steps'?"),
+        (["train", TINY], "--nproc 2"),
+        (["train", TINY, "--nproc", "1"], "'ddp' with 1 rank"),
+        (["train", TINY, "--nproc", "0"], "0 ranks: must be from 1 to 64"),
+        (["train", TINY, "--nproc", "2", "--set", "parallel.strategy=single"], "'single' with 2 ranks"),
+        (["train", TINY, "--nproc", "9999"], "must be from 1 to 64"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_any_rank_starts(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert cli.main(argv) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("vlmcourse train: ")
+    assert words in message
+    assert "Traceback" not in message
+
+
+def test_overrides_are_typed_as_toml_types_them() -> None:
+    texts = ["a.i=3", "a.f = 2e-3", "a.b=true", "a.l=['x', 'y']", 'a.s="text"', "a.word=fsdp", "a.path=/tmp/a=b"]
+    assert parse_overrides(texts) == {
+        "a.i": 3,
+        "a.f": 2e-3,
+        "a.b": True,
+        "a.l": ["x", "y"],
+        "a.s": "text",
+        "a.word": "fsdp",
+        "a.path": "/tmp/a=b",
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(["a=3", "a.b"])
+    assert len(caught.value.problems) == 2
+
+
+def test_one_process_trains_and_prints_its_outcome(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    argv = arguments(tmp_path, parallel__strategy="single")
+    assert cli.main(argv) == 0
+    assert "single on 1 rank(s), 4 steps" in capsys.readouterr().out
+    assert cli.main([*argv, "--json", "--set", "train.num_steps=6", "--resume"]) == 0
+    outcome = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(outcome)[: len(JSON_KEYS)] == list(JSON_KEYS)
+    assert (outcome["strategy"], outcome["world_size"], outcome["num_steps"]) == ("single", 1, 6)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "tiny" / "log.jsonl").read_text().splitlines()]
+    assert steps == [2, 4, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_train_log_plot_and_end_with_one_json_line(tmp_path: Path, strategy: str) -> None:
+    done = vlmcourse(*arguments(tmp_path, parallel__strategy=strategy), "--nproc", "2", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert (outcome["strategy"], outcome["world_size"], outcome["num_questions"]) == (strategy, 2, 6)
+    assert outcome["loss_first"] > outcome["loss_last"] > 0
+    assert 0 <= outcome["exact_match"] <= 1
+    assert outcome["seconds"] > 0 and outcome["tokens_per_s"] > 0 and outcome["peak_bytes"] > 0
+    folder = tmp_path / "tiny"
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir()} == {
+        *("checkpoints", "config.json", "log.csv", "log.jsonl", "result.json", "training.png"),
+    }
+    assert done.stdout.count("step/s") + done.stdout.count("s/step") >= 1  # the bar of rank 0
+    assert "[1]" not in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run on two ranks that has made its first steps and would go on for hours."""
+    argv = arguments(tmp_path, train__num_steps=10**6, train__log_every=1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlmcourse.cli", *argv, "--nproc", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    log = tmp_path / "tiny" / "log.jsonl"
+    end_s = time.monotonic() + 90
+    try:
+        while not (log.exists() and len(log.read_text().splitlines()) >= 2):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end_s, "the run did not make its first steps"
+            time.sleep(0.2)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
+    return not psutil.wait_procs(processes, timeout=within_s)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_an_interrupt_ends_all_ranks_with_a_short_message(long_run: subprocess.Popen[str]) -> None:
+    ranks = descendants(long_run)
+    assert len(ranks) >= 2
+    long_run.send_signal(signal.SIGINT)
+    _, errors = long_run.communicate(timeout=30)
+    assert long_run.returncode == 130
+    assert "interrupted; all 2 ranks have ended" in errors
+    assert "Traceback" not in errors
+    assert all_gone(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_killed_rank_ends_the_run_and_is_named(long_run: subprocess.Popen[str]) -> None:
+    ranks = descendants(long_run)
+    victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1" and not rank.children())
+    victim.kill()
+    _, errors = long_run.communicate(timeout=60)
+    assert long_run.returncode == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in errors
+    assert all_gone(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_failing_rank_shows_its_traceback(tmp_path: Path) -> None:
+    done = vlmcourse(*arguments(tmp_path, model__hf_folder=str(tmp_path / "none")), "--nproc", "2")
+    assert done.returncode == 1
+    assert "Traceback" in done.stdout
+    assert "rank" in done.stderr and "of 2 exited with code" in done.stderr

@@ -1,0 +1,319 @@
+"""Grading in isolation: what a submission can do to itself, it cannot turn into points."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grading_course
+import nbformat
+import psutil
+import pytest
+from grading_course import ASSIGNMENT, RIGHT, answer, find
+from nbformat.v4 import new_code_cell, new_output
+
+from vlmcourse.grading import command, steps
+from vlmcourse.grading.process import stop_tree
+from vlmcourse.grading.report import as_data, format_feedback, format_table
+from vlmcourse.grading.run import CellMarks, Marks, find_assignment, grade_submission, prepare_course
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    return grading_course.write_course(tmp_path_factory.mktemp("course with ümlaut"))
+
+
+@pytest.fixture(scope="module")
+def prepared(course):
+    with prepare_course(course, ASSIGNMENT) as prepared:
+        yield prepared
+
+
+def grade(notebook: nbformat.NotebookNode, prepared, folder: Path, **options) -> Marks:
+    path = folder / "any name.ipynb"
+    nbformat.write(notebook, path)
+    return grade_submission(path, prepared, name="anna", **options)
+
+
+def points(marks: Marks) -> dict[str, float | None]:
+    return {cell.grade_id: cell.points for cell in marks.cells}
+
+
+# --- The release ----------------------------------------------------------------------------------------------------
+
+
+def test_release_holds_no_solution_no_hidden_test_and_no_instructors_file(prepared):
+    text = prepared.release.read_text(encoding="utf-8")
+    for secret in ("2 * x", "HIDDEN", "double(7)", "reference answer", "AUTOTEST draw"):
+        assert secret not in text
+    assert sorted(path.name for path in prepared.release.parent.iterdir()) == ["data.csv", "small.ipynb"]
+    assert not (prepared.folder / "solutions").exists()
+
+
+def test_generation_runs_no_lab_and_marks_it(prepared):
+    cell = find(nbformat.read(prepared.release, as_version=4), "ranks")
+    assert cell.metadata["vlmcourse"]["lab"] == steps.lab_digest(cell)
+
+
+def test_hashed_tests_show_no_value(prepared):
+    source = find(nbformat.read(prepared.release, as_version=4), "small_draw_test").source
+    assert "[0.4" in source or "[0." in source  # the plain test shows what it expects
+    assert "drawn" in source and "text:drawn" not in source
+
+
+def test_course_without_the_assignment_is_refused(course):
+    with pytest.raises(ValueError, match="assignments in .*: small"), prepare_course(course, "smal"):
+        pass
+
+
+def test_broken_source_notebook_is_an_error_with_nbgraders_words(course, tmp_path):
+    notebook = grading_course.source_notebook()
+    find(notebook, "small_draw").source = "### BEGIN SOLUTION\ndef draw(): return 1"  # no end
+    folder = grading_course.write_course(tmp_path / "course")
+    nbformat.write(notebook, folder / "solutions" / ASSIGNMENT / "small.ipynb")
+    with (
+        pytest.raises(RuntimeError, match="(?s)could not generate 'small'.*no end solution"),
+        prepare_course(folder, ASSIGNMENT),
+    ):
+        pass
+
+
+# --- Submissions ----------------------------------------------------------------------------------------------------
+
+
+def test_right_answers_in_another_style_get_full_marks(prepared, tmp_path):
+    marks = grade(answer(prepared.release, RIGHT), prepared, tmp_path)
+    assert not marks.failure
+    assert points(marks) == {
+        "small_draw_test": 2,
+        "small_double_test": 3,
+        "small_award_test": 1,
+        "small_essay": None,
+    }
+    assert (marks.points, marks.max_auto_points, marks.waiting_points) == (6, 6, 4)
+
+
+def test_tampered_submission_gets_what_its_answers_earn_and_no_more(prepared, tmp_path):
+    answers = RIGHT | {
+        "small_double": "def double(x):\n    return 4 if x == 2 else 0",  # right in the visible case only
+        "small_award": "import math\naward = lambda: -1",
+    }
+    notebook = answer(prepared.release, answers)
+    test = find(notebook, "small_double_test")
+    test.metadata["tags"] = ["skip-execution", "lab"]
+    test.metadata["vlmcourse"] = {"lab": steps.lab_digest(test)}
+    test.metadata["nbgrader"].update(points=300, locked=False, grade=False)
+    test.source = "3"
+    find(notebook, "small_award_test").metadata["nbgrader"]["solution"] = True
+    notebook.cells = [
+        cell for cell in notebook.cells if cell.id not in ("small_setup", "small_draw_test", "small_essay")
+    ]
+    notebook.cells.insert(0, new_code_cell("print('one of mine')"))
+    marks = grade(notebook, prepared, tmp_path)
+    assert points(marks) == {
+        "small_draw_test": 2,  # deleted, put back, and run after the setup cell that was deleted too
+        "small_double_test": 1,
+        "small_award_test": 0,
+        "small_essay": 0,
+    }
+    assert (
+        "must give one number from 0 to 1" in {cell.grade_id: cell for cell in marks.cells}["small_award_test"].feedback
+    )
+
+
+def test_killed_kernel_keeps_earlier_points_and_gives_none_after(prepared, tmp_path):
+    answers = RIGHT | {"small_double": "import os\nos._exit(3)"}
+    marks = grade(answer(prepared.release, answers), prepared, tmp_path, attempts=2)
+    assert points(marks) == {
+        "small_draw_test": 2,
+        "small_double_test": 0,
+        "small_award_test": 0,
+        "small_essay": None,
+    }
+    feedback = {cell.grade_id: cell.feedback for cell in marks.cells}
+    assert "this cell was not run" in feedback["small_award_test"]
+
+
+def test_changed_lab_cell_is_run_and_deleted_solution_earns_nothing(prepared, tmp_path):
+    notebook = answer(prepared.release, {"small_award": "def award():\n    return len(helper())"})
+    find(notebook, "ranks").source = "def helper():\n    return [1]"  # a learner's own helper in a lab's place
+    notebook.cells = [cell for cell in notebook.cells if cell.id not in ("small_draw", "small_double")]
+    marks = grade(notebook, prepared, tmp_path)
+    assert points(marks) == {"small_draw_test": 0, "small_double_test": 0, "small_award_test": 1, "small_essay": 0}
+
+
+def test_time_limit_stops_the_run_and_gives_no_points(prepared, tmp_path):
+    started = time.monotonic()
+    marks = grade(answer(prepared.release, RIGHT), prepared, tmp_path, time_limit_s=0.5)
+    assert "time limit of 0.5 s" in marks.failure
+    assert marks.points == 0 and time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"cells": []}', '{"nbformat": 4, "cells": 3}'])
+def test_file_that_is_no_notebook_is_named_and_earns_nothing(text, prepared, tmp_path):
+    path = tmp_path / "broken.ipynb"
+    path.write_text(text, encoding="utf-8")
+    marks = grade_submission(path, prepared)
+    assert "not a notebook that can be read" in marks.failure
+    assert marks.points == 0 and len(marks.cells) == 4
+
+
+def test_stopping_a_process_stops_children_in_sessions_of_their_own(tmp_path):
+    child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+    child += "start_new_session=True); open('pid', 'w').write(str(p.pid)); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", child], cwd=tmp_path, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        grandchild = psutil.Process(int((tmp_path / "pid").read_text()))
+        stop_tree(process)
+        assert process.returncode is not None
+        assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+    finally:
+        stop_tree(process)
+
+
+def test_submission_is_matched_to_its_assignment_by_its_exercises(course, prepared, tmp_path):
+    path = tmp_path / "renamed.ipynb"
+    nbformat.write(answer(prepared.release, RIGHT), path)
+    assert find_assignment(path, course) == ASSIGNMENT
+    nbformat.write(nbformat.v4.new_notebook(), path)
+    with pytest.raises(ValueError, match="matches no assignment"):
+        find_assignment(path, course)
+
+
+# --- Proof of points ------------------------------------------------------------------------------------------------
+
+
+def test_cell(*outputs, ran: bool = True) -> nbformat.NotebookNode:
+    cell = grading_course.graded("small_any", "tests()", 2)
+    cell.execution_count = 1 if ran else None
+    cell.outputs = list(outputs)
+    return cell
+
+
+test_cell.__test__ = False  # type: ignore[attr-defined]
+
+
+def result(text: str):
+    return new_output("execute_result", data={"text/plain": text})
+
+
+def printed(text: str, name: str = "stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "2", "2.0"])
+def test_number_in_range_is_proof(text):
+    assert steps.find_unproven(test_cell(result(text))) == ""
+
+
+def test_success_line_is_proof():
+    assert steps.find_unproven(test_cell(printed("noise\nSuccess!\n"))) == ""
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        test_cell(),
+        test_cell(printed("no Success! here\n")),
+        test_cell(result("-1")),
+        test_cell(result("2.5")),
+        test_cell(result("nan")),
+        test_cell(result("inf")),
+        test_cell(result("'2'")),
+        test_cell(result("None")),
+        test_cell(result("np.float64(2.0)")),
+        test_cell(result("2"), result("2")),
+        test_cell(result("2"), ran=False),
+        test_cell(printed("Success!\n"), ran=False),
+    ],
+)
+def test_anything_else_earns_nothing(cell):
+    from nbgrader.utils import determine_grade
+
+    assert steps.find_unproven(cell)
+    graded, _ = steps.RequireProof().preprocess_cell(cell, {}, 0)
+    assert determine_grade(graded)[0] == 0
+
+
+def test_stderr_does_not_cost_the_points_but_an_error_does():
+    from nbgrader.utils import determine_grade
+
+    warned, _ = steps.RequireProof().preprocess_cell(test_cell(printed("careful", "stderr"), result("2")), {}, 0)
+    assert determine_grade(warned)[0] == 2
+    failed = test_cell(result("2"), new_output("error", ename="ValueError", evalue="", traceback=[]))
+    assert determine_grade(steps.RequireProof().preprocess_cell(failed, {}, 0)[0])[0] == 0
+
+
+# --- The command and the report -------------------------------------------------------------------------------------
+
+
+def marks_of(name: str, *earned: float | None, failure: str = "") -> Marks:
+    cells = tuple(
+        CellMarks(grade_id=f"ex04_{index // 2}_part{index}", points=value, max_points=2, feedback=f"said {index}")
+        for index, value in enumerate(earned)
+    )
+    return Marks(submission=name, assignment="ch", cells=cells, failure=failure)
+
+
+def test_table_shows_points_limits_hand_grading_and_failures():
+    text = format_table([marks_of("anna", 2, 1.5, None), marks_of("bo", 0, 0, None, failure="stopped")])
+    header, limits, anna, bo, failure = text.splitlines()[1:]
+    assert header.split() == ["submission", "0_part0", "0_part1", "1_part2", "by", "tests", "by", "hand"]
+    assert limits.split() == ["of", "2", "2", "2"]
+    assert anna.split() == ["anna", "2", "1.5", "-", "3.5", "of", "4", "2", "to", "give"]
+    assert bo.split()[:2] == ["bo", "(!)"] and failure == "(!) bo: stopped"
+
+
+def test_feedback_groups_cells_by_exercise_and_repeats_what_they_said():
+    text = format_feedback(marks_of("anna", 2, 1.5, None))
+    assert "anna (ch): 3.5 of 4 points, and 2 wait for a person" in text
+    assert "ex04_0: 3.5 of 4" in text and "ex04_1: 0 of 2" in text
+    assert "      said 1" in text
+
+
+def test_marks_as_data_are_json():
+    data = json.loads(json.dumps(as_data(marks_of("anna", 2, None))))
+    assert data["points"] == 2 and data["waiting_points"] == 2 and data["cells"][1]["points"] is None
+
+
+def arguments(*argv: str):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_grade_command_prints_a_table_and_writes_feedback(course, prepared, tmp_path, capsys):
+    submitted = tmp_path / "submitted"
+    (submitted / "anna").mkdir(parents=True)
+    nbformat.write(answer(prepared.release, RIGHT), submitted / "anna" / "small.ipynb")
+    (submitted / "bo.ipynb").write_text("{}", encoding="utf-8")
+    options = ["--course", str(course), "--assignment", ASSIGNMENT, "--feedback", str(tmp_path / "feedback")]
+    assert command.run(arguments(str(submitted), *options)) == 1  # bo's could not be graded
+    text = capsys.readouterr().out
+    assert "6 of 6" in text and "(!) bo.ipynb" in text
+    assert "6 of 6 points" in (tmp_path / "feedback" / "anna__small.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["missing.ipynb"], "There is no notebook at missing.ipynb"),
+        ([__file__, "--course", os.sep], "is not a course"),
+        ([__file__, "--time-limit-s", "0"], "must be greater than 0"),
+    ],
+)
+def test_grade_command_says_what_to_correct(argv, words):
+    with pytest.raises(ValueError, match=words):
+        command.run(arguments(*argv))

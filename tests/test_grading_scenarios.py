@@ -1,0 +1,138 @@
+"""The cases of exercise 4.1 are what they say they are: verified against every plan there is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from vlmcourse.grading.kinds import Need, divisors, fill_fraction, kind_of, plain_plan, plans_of_kind, zero_plan
+from vlmcourse.grading.scenarios import GROUPS, Scenario, make_scenarios
+from vlmcourse.planner import PRECISIONS, Plan, check_plan, get_device
+from vlmcourse.presets import CLUSTERS, MODELS
+
+SEED, NUM_CASES = 11, 6
+
+
+def scenarios_of(group: str, seed: int = SEED) -> list[Scenario]:
+    return [scenario for case in make_scenarios(group, seed, NUM_CASES) for scenario in case]
+
+
+def every_plan(scenario: Scenario):
+    """Yield every plan that trains everything with AdamW, by all ways to factor the ranks."""
+    num, device = scenario.cluster.num_devices, get_device(scenario.cluster.device)
+    precisions = [name for name, recipe in PRECISIONS.items() if device.supports(recipe.compute_dtype)]
+    for tp, pp, dp_shard in itertools.product(divisors(num), repeat=3):
+        if num % (tp * pp * dp_shard):
+            continue
+        choices = itertools.product(
+            sorted({1, tp}), range(4), ("adamw", "adamw_8bit"), (False, True), precisions, (False, True)
+        )
+        for vision_tp, stage, optimizer, offload, precision, checkpointing in choices:
+            if (stage > 0) == (dp_shard > 1):
+                yield Plan(
+                    dp_replicate=num // (tp * pp * dp_shard),
+                    dp_shard=dp_shard,
+                    tp=tp,
+                    pp=pp,
+                    vision_tp=vision_tp,
+                    zero_stage=stage,
+                    optimizer=optimizer,
+                    offload_optimizer=offload,
+                    precision=precision,
+                    activation_checkpointing=checkpointing,
+                )
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_plan_at_all_is_cheaper_than_what_a_scenario_needs(group):
+    for scenario in scenarios_of(group)[:3]:
+        possible = [plan for plan in every_plan(scenario) if check_plan(plan, scenario.model, scenario.cluster).ok]
+        cheapest = min((kind_of(plan) for plan in possible), default=Need.IMPOSSIBLE)
+        ddp_fits = check_plan(plain_plan(scenario.cluster), scenario.model, scenario.cluster).ok
+        if cheapest == Need.PLAIN and not ddp_fits:  # ZeRO-1 or 2: ZeRO-3 is accepted there too
+            cheapest = Need.SHARDED
+        assert cheapest == scenario.need, str(scenario)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_right_decision_does_not_hang_on_the_last_per_cent(group, seed):
+    for scenario in scenarios_of(group, seed):
+        simplest = {
+            Need.PLAIN: [plain_plan(scenario.cluster)],
+            Need.SHARDED: [zero_plan(scenario.cluster, 3)],
+            Need.REMEDY: [
+                zero_plan(scenario.cluster, 3, offload_optimizer=True),
+                zero_plan(scenario.cluster, 3, optimizer="adamw_8bit"),
+            ],
+            Need.IMPOSSIBLE: [],
+        }[scenario.need]
+        fills = [
+            fill_fraction(plan, scenario.model, scenario.cluster)
+            for plan in simplest
+            if check_plan(plan, scenario.model, scenario.cluster).ok
+        ]
+        if scenario.need != Need.IMPOSSIBLE:
+            assert min(fills) <= 0.97, str(scenario)
+
+
+def test_groups_hold_what_their_names_say():
+    needs = {group: {scenario.need for scenario in scenarios_of(group)} for group in GROUPS}
+    assert needs["plain"] == {Need.PLAIN}
+    assert needs["sharded"] == {Need.SHARDED}
+    assert needs["remedy"] == {Need.REMEDY}
+    assert all(
+        scenario.cluster.num_nodes > 1 or scenario.cluster.devices_per_node == 6 for scenario in scenarios_of("ranks")
+    )
+    assert not any(get_device(scenario.cluster.device).supports("bf16") for scenario in scenarios_of("precision"))
+
+
+def test_an_impossible_case_is_paired_with_a_possible_one_of_the_same_model():
+    for small, large in make_scenarios("limits", SEED, NUM_CASES):
+        assert small.model == large.model
+        assert small.need == Need.IMPOSSIBLE
+        assert large.need in (Need.SHARDED, Need.REMEDY)
+        assert small.cluster.num_devices < large.cluster.num_devices <= 4 * small.cluster.num_devices
+
+
+def test_exercise_case_comes_first_among_the_remedies():
+    (scenario,) = make_scenarios("remedy", SEED, NUM_CASES)[0]
+    assert scenario == Scenario(model=MODELS["vlm-13b"], cluster=CLUSTERS["a100-40x4"], need=Need.REMEDY)
+
+
+def test_remedies_are_not_interchangeable_in_every_case():
+    verdicts = []
+    for scenario in scenarios_of("remedy"):
+        offload = check_plan(zero_plan(scenario.cluster, 3, offload_optimizer=True), scenario.model, scenario.cluster)
+        eight = check_plan(zero_plan(scenario.cluster, 3, optimizer="adamw_8bit"), scenario.model, scenario.cluster)
+        verdicts.append((offload.ok, eight.ok))
+    assert {(True, True), (True, False), (False, True)} <= set(verdicts)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_cases_depend_on_the_seed_and_on_nothing_else(group):
+    first = make_scenarios(group, SEED, NUM_CASES)
+    make_scenarios.cache_clear()
+    assert make_scenarios(group, SEED, NUM_CASES) == first
+    assert make_scenarios(group, SEED + 1, NUM_CASES) != first
+
+
+def test_unknown_group_is_an_error():
+    with pytest.raises(ValueError, match="no group 'small'"):
+        make_scenarios("small", 1, 1)
+
+
+def test_kinds_of_plan_follow_the_exercises_table():
+    assert kind_of(None) == Need.IMPOSSIBLE
+    assert kind_of(Plan(dp_replicate=8)) == kind_of(Plan(dp_shard=8, zero_stage=2)) == Need.PLAIN
+    assert {kind_of(Plan(dp_shard=8, zero_stage=3)), kind_of(Plan(tp=2)), kind_of(Plan(pp=2))} == {Need.SHARDED}
+    assert kind_of(Plan(offload_optimizer=True)) == kind_of(Plan(optimizer="adamw_8bit")) == Need.REMEDY
+
+
+def test_plans_tried_for_a_kind_are_of_that_kind_or_cheaper_and_use_every_rank():
+    cluster = CLUSTERS["h100x16"]
+    for kind in (Need.SHARDED, Need.REMEDY):
+        plans = list(plans_of_kind(kind, cluster))
+        assert len(plans) == len(set(plans)) > 20
+        assert all(kind_of(plan) <= kind and plan.num_ranks == 16 for plan in plans)

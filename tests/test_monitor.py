@@ -1,0 +1,116 @@
+"""Ledger, throughput and log files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from vlmcourse.monitor.ledger import measure_ledger
+from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
+from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
+
+
+def test_adam_keeps_two_moments_so_fp32_training_takes_16_bytes_a_weight() -> None:
+    model = nn.Linear(64, 32, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    num_weights = 64 * 32
+    before = measure_ledger(model, optimizer)
+    assert (before.weights_bytes, before.gradients_bytes, before.optimizer_bytes) == (4 * num_weights, 0, 0)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    ledger = measure_ledger(model, optimizer)
+    assert ledger.gradients_bytes == 4 * num_weights
+    assert ledger.optimizer_bytes == 8 * num_weights + 4  # two moments, and one step counter
+    assert ledger.total_bytes == 16 * num_weights + 4
+
+
+def test_ledger_counts_tied_weights_once_and_frozen_ones_without_gradient_or_state() -> None:
+    first, second, frozen = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    second.weight = first.weight
+    frozen.requires_grad_(False)
+    model = nn.Sequential(first, frozen, second)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    ledger = measure_ledger(model, optimizer)
+    assert ledger.weights_bytes == 2 * 64 * 4
+    assert ledger.gradients_bytes == 64 * 4
+    assert ledger.optimizer_bytes == 2 * 64 * 4 + 4
+
+
+def test_throughput_leaves_the_warm_up_out() -> None:
+    throughput = Throughput(num_warmup_steps=2)
+    for seconds in (10.0, 10.0, 1.0, 1.0):
+        throughput.add(TokenCount(text=60, visual=40, supervised=10), seconds)
+    mean = throughput.mean()
+    assert (mean.total, mean.text, mean.visual, mean.supervised) == (100, 60, 40, 10)
+
+
+def test_throughput_of_a_run_shorter_than_the_warm_up_counts_all_of_it() -> None:
+    throughput = Throughput(num_warmup_steps=2)
+    throughput.add(TokenCount(text=60), 2.0)
+    assert throughput.mean().total == 30
+
+
+def test_recent_throughput_starts_anew_at_each_call() -> None:
+    throughput = Throughput(num_warmup_steps=0)
+    throughput.add(TokenCount(text=100), 1.0)
+    assert throughput.take_recent().text == 100
+    throughput.add(TokenCount(text=100), 4.0)
+    assert throughput.take_recent().text == 25
+
+
+def test_peak_of_the_process_grows_with_what_it_holds() -> None:
+    before_bytes, what = measure_peak_bytes(torch.device("cpu"))
+    block = torch.ones(before_bytes // 4)  # as much as there ever was, on top of what is there now
+    after_bytes, _ = measure_peak_bytes(torch.device("cpu"))
+    assert what == "resident set size"
+    assert after_bytes >= before_bytes + 0.2 * block.nbytes
+
+
+def test_logs_are_complete_after_each_row_and_readable(tmp_path: Path) -> None:
+    csv_log = CsvLogger(tmp_path / "log.csv", ["step", "loss", "exact_match"])
+    jsonl_log = JsonlLogger(tmp_path / "log.jsonl")
+    for log in (csv_log, jsonl_log):
+        log.log({"step": 1, "loss": 2.5})
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))  # before the files are closed
+    assert rows == [{"step": "1", "loss": "2.5", "exact_match": ""}]
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": 2.5}
+
+
+def test_csv_log_refuses_an_unannounced_column(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="surprise"):
+        CsvLogger(tmp_path / "log.csv", ["step"]).log({"step": 1, "surprise": 2})
+
+
+def test_resumed_logs_drop_rows_after_the_checkpoint_and_a_line_cut_by_a_kill(tmp_path: Path) -> None:
+    paths = (tmp_path / "log.csv", tmp_path / "log.jsonl")
+    logs = [CsvLogger(paths[0], ["step", "loss"]), JsonlLogger(paths[1])]
+    for log in logs:
+        for step in (1, 2, 3):
+            log.log({"step": step, "loss": 0.5})
+        log.close()
+    with paths[1].open("a") as file:
+        file.write('{"step": 4, "lo')
+    logs = [CsvLogger(paths[0], ["step", "loss"], keep_until_step=2), JsonlLogger(paths[1], keep_until_step=2)]
+    for log in logs:
+        log.log({"step": 3, "loss": 0.25})
+        log.close()
+    assert [(r["step"], r["loss"]) for r in csv.DictReader(paths[0].open())] == [
+        ("1", "0.5"),
+        ("2", "0.5"),
+        ("3", "0.25"),
+    ]
+    assert [json.loads(line)["step"] for line in paths[1].read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_new_run_starts_empty_logs(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 9}\n', encoding="utf-8")
+    JsonlLogger(path).close()
+    assert path.read_text() == ""

@@ -1,0 +1,129 @@
+"""Parts of `%%torchrun` that need no process: flags, the text of the cell, variables, the private folder."""
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from IPython.core.inputtransformer2 import TransformerManager
+
+from vlmcourse.notebook.cell import CellSyntaxError, prepare_cell
+from vlmcourse.notebook.jobs import Job, open_job_folder, write_private
+from vlmcourse.notebook.magic import explain_missing_name, select_variables
+from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
+from vlmcourse.notebook.worker import write_outputs
+
+transform = TransformerManager().transform_cell
+
+
+def test_flags_are_read_in_every_spelling() -> None:
+    assert parse_options("") == CellOptions(nproc=2, timeout_s=300.0)
+    expected = CellOptions(nproc=4, in_names=("a", "b"), out_names=("loss",), timeout_s=1.5)
+    assert parse_options("-n 4 --in a,b --out loss --timeout 1.5") == expected
+    assert parse_options("--nproc=4 --in a, b --out loss --timeout=1.5  # a comment") == expected
+    assert parse_options("--in a --in b,a -n4 --timeout 1.5 --out loss") == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--nprocs 2", "no flag '--nprocs': did you mean '--nproc'"),
+        ("--timeot 2", "did you mean '--timeout'"),
+        ("-n 2 two", "no argument 'two'"),
+        ("-n two", "'two' cannot be used: must be a whole number"),
+        ("-n 0", "from 1 to 64"),
+        ("-n 2.5", "must be a whole number"),
+        ("--timeout soon", "'soon' cannot be used: must be a number of seconds"),
+        ("--timeout 0", "above 0"),
+        ("--timeout nan", "above 0"),
+        ("--in", "--in: expected at least one argument"),
+        ("--in a+b", "--in a.b: must be names of variables"),
+        ("--out class", "--out class: must be names"),
+        ("--in rank", "every rank has a 'rank' of its own"),
+        ("--in 'a", "No closing quotation"),
+    ],
+)
+def test_a_wrong_flag_says_what_to_change(line: str, message: str) -> None:
+    with pytest.raises(CellOptionsError, match=message):
+        parse_options(line)
+
+
+def test_a_variable_that_the_notebook_lacks_is_named_with_the_nearest_one() -> None:
+    assert select_variables(("a",), {"a": 1, "b": 2}) == {"a": 1}
+    with pytest.raises(CellOptionsError, match="no variable 'lerning_rate': did you mean 'learning_rate'"):
+        select_variables(("lerning_rate",), {"learning_rate": 1})
+
+
+@pytest.mark.parametrize("num_empty", [0, 1, 3])
+def test_line_numbers_are_those_of_the_notebook_cell(num_empty: int) -> None:
+    body = "\n" * num_empty + "x = 1\n%time x\ny = = 2\n"
+    with pytest.raises(CellSyntaxError) as caught:
+        prepare_cell("-n 2", body, transform)
+    assert f'File "cell", line {4 + num_empty}\n' in str(caught.value)
+    assert str(caught.value).endswith("SyntaxError: invalid syntax")
+    prepared = prepare_cell("-n 2", body.replace("= =", "="), transform)
+    assert prepared.source.split("\n")[1 + num_empty] == "x = 1"
+    assert prepared.shown_lines[3 + num_empty] == "y = 2"
+
+
+def test_what_a_notebook_allows_in_a_cell_is_allowed() -> None:
+    prepared = prepare_cell("", "await thing()\n!ls\nx = %who_ls\nx; # nothing is shown", transform)
+    assert not prepared.shows_last_value
+    assert prepare_cell("", "x  # a comment;", transform).shows_last_value
+    assert prepare_cell("", "", transform).source.strip() == ""
+
+
+def test_what_variables_share_stays_shared_and_results_arrive_detached() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2)).sum()
+    there = load_variables(dump_variables("--in", {"model": model, "optimizer": optimizer, "loss": loss}))
+    assert there["optimizer"].param_groups[0]["params"][0] is there["model"].weight
+    assert there["model"].weight.requires_grad
+    assert not there["loss"].requires_grad
+    torch.testing.assert_close(there["loss"], loss.detach())
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), [{"deep": (i for i in ())}]])
+def test_what_cannot_travel_is_named_with_its_type(value: object) -> None:
+    with pytest.raises(CannotTravelError, match=f"--in guilty: a .*{type(value).__name__} cannot travel .*pickle"):
+        dump_variables("--in", {"innocent": 1, "guilty": value})
+
+
+def test_what_cannot_be_built_on_the_other_side_is_an_error_that_says_so() -> None:
+    with pytest.raises(CannotTravelError, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        load_variables(b"cno_such_module\nThing\n.")
+
+
+def test_the_private_folder_is_the_users_alone_and_disappears() -> None:
+    with open_job_folder() as folder:
+        folder.write_inputs(b"secret")
+        job = Job("x", ["x"], True, ["loss"], 1.0, [], "token")
+        folder.write_job(job)
+        assert folder.read_job() == job
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir()} == {0o600}
+        (folder.path / "planted.partial").touch()
+        with pytest.raises(FileExistsError):
+            write_private(folder.path / "planted", b"mine")
+    assert not folder.path.exists()
+
+
+def test_outputs_that_are_missing_or_cannot_travel_leave_a_reason(tmp_path: Path) -> None:
+    job = Job("x", ["x"], True, ["loss"], 1.0, [], "token")
+    with open_job_folder() as folder:
+        write_outputs(folder, job, {"los": 1})
+        assert "--out loss: the cell ended without a variable 'loss' on rank 0" in folder.output_problem.read_text()
+    with open_job_folder() as folder:
+        write_outputs(folder, job, {"loss": threading.Lock()})
+        assert "--out loss: a _thread.lock cannot travel" in folder.output_problem.read_text()
+
+
+def test_a_name_that_only_the_notebook_has_gets_a_hint() -> None:
+    trace = "Traceback ...\nNameError: name 'steps' is not defined"
+    assert "--in steps" in explain_missing_name(trace, {"steps": 3})
+    assert "import steps inside the cell" in explain_missing_name(trace, {"steps": threading})
+    assert explain_missing_name(trace, {}) == ""
+    assert explain_missing_name("ValueError: name 'steps' is not defined", {"steps": 3}) == ""

@@ -1,0 +1,217 @@
+"""`%%torchrun` in a real kernel: what a person sees, and what comes back."""
+
+from collections.abc import Iterator
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from notebook_kernel import Kernel
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    try:
+        assert kernel.run("%load_ext vlmcourse").error == ""
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def test_both_ranks_print_live_and_tagged_from_inside_a_process_group(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2 --timeout 100
+        import os, time, torch, torch.distributed as dist
+        total = torch.tensor([rank + 1.0], device=device)
+        dist.all_reduce(total)
+        timeout_s = dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+        print("rank", rank, local_rank, "of", world_size, dist.get_world_size(), device, total.item(), timeout_s)
+        time.sleep(1.5)
+        os.system("echo native >&2")
+        print("open", end="")
+        [rank, __name__]
+    """)
+    assert shown.error == ""
+    for rank in (0, 1):
+        expected = [f"rank {rank} {rank} of 2 2 cpu 3.0 50.0", "native", "open"]
+        assert shown.lines(rank) == expected + (["[0, '__main__']"] if rank == 0 else [])
+    assert shown.seconds_from_first_text > 1
+    assert shown.stderr == ""
+    assert kernel.run("import sys; print('torch' in sys.modules)").stdout == "False\n"
+
+
+def test_rank_0_shows_figures_once_and_rich_output_in_its_place(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        import matplotlib.pyplot as plt
+        from IPython.display import HTML, display
+        %matplotlib inline
+        plt.figure()
+        plt.show()
+        plt.plot([1, 2])
+        plt.show()
+        print("between")
+        display(HTML("<b>bold</b>"))
+        left_open, axes = plt.subplots()
+        axes.plot([3, 1, 2])
+        last, axes = plt.subplots()
+        axes.plot([2, 1])
+        last
+    """)
+    assert shown.error == shown.stderr == ""
+    of_rank_0 = [
+        "picture" if "image/png" in value else "html" if "text/html" in value else "text"
+        for kind, value in shown.outputs
+        if kind == "display" or "[0] between" in value
+    ]
+    assert of_rank_0 == ["picture", "text", "html", "picture", "picture"]
+    assert len(set(shown.pictures())) == 3
+    assert "[1] <IPython.core.display.HTML object>" in shown.stdout.splitlines()
+
+
+def test_progress_bars_update_in_place_and_leave_the_lines_of_others_whole(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        import time
+        from tqdm import tqdm
+        if rank == 0:
+            for step in tqdm(range(20)):
+                time.sleep(0.05)
+        else:
+            for step in range(20):
+                print("line", step)
+                time.sleep(0.05)
+    """)
+    assert shown.error == shown.stderr == ""
+    assert shown.lines(1) == [f"line {step}" for step in range(20)]
+    assert shown.lines(0) == []
+    bars = [data["text/plain"] for kind, data in shown.outputs if kind in ("display", "update")]
+    assert len(bars) >= 3
+    assert all(bar.startswith("[0] ") and "\r" not in bar for bar in bars)
+    assert "20/20" in bars[-1]
+    assert sum(kind == "display" for kind, _ in shown.outputs) == 1
+
+
+def test_variables_travel_to_the_ranks_and_back(kernel: Kernel) -> None:
+    kernel.run("""
+        import dataclasses, torch
+        factor = 3
+        @dataclasses.dataclass
+        class Point:
+            x: int
+        def scale(point):
+            return Point(factor * point.x)
+        point, weights = Point(2), torch.ones(2)
+    """)
+    shown = kernel.run("""%%torchrun -n 2 --in point,scale,weights --out scaled,total
+        import torch.distributed as dist
+        dist.all_reduce(weights)
+        scaled, total = scale(point), {"sum": weights, "rank": rank}
+    """)
+    assert shown.error == shown.stderr == ""
+    seen = kernel.run(
+        "print(scaled, isinstance(scaled, Point), total['sum'].tolist(), total['rank'], weights.tolist())"
+    )
+    assert seen.stdout == "Point(x=6) True [2.0, 2.0] 0 [1.0, 1.0]\n"
+
+
+def test_a_result_that_cannot_travel_is_named(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 1 --out fine,group
+        import torch.distributed as dist
+        fine, group = 1, dist.group.WORLD
+    """)
+    assert shown.error.startswith("CannotTravelError: --out group: a torch.distributed.")
+    assert "ProcessGroup" in shown.error
+
+
+def test_a_failing_rank_raises_with_its_own_lines_although_the_other_waits_for_it(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+import torch.distributed as dist
+
+def fail():
+    raise ValueError("boom on rank " + str(rank))
+
+print("here")
+if rank == 1:
+    fail()
+dist.barrier()
+""")
+    assert shown.error.startswith(
+        "RankFailure: rank 1 of 2 failed in cell, line 5: ValueError: boom on rank 1\n  rank 0: "
+    )
+    assert '[1]   File "cell", line 9, in <module>\n[1]     fail()' in shown.traceback
+    assert (
+        '[1]   File "cell", line 5, in fail\n[1]     raise ValueError("boom on rank " + str(rank))' in shown.traceback
+    )
+    assert "vlmcourse" not in shown.traceback
+    assert shown.seconds_from_first_text < 25
+    assert shown.stderr == ""
+
+
+def test_a_mistake_in_the_cell_shows_before_any_process_starts(kernel: Kernel) -> None:
+    shown = kernel.run("%%torchrun\n\nif rank:\nprint(1)", timeout_s=20)
+    assert shown.error.startswith('CellSyntaxError:   File "cell", line 4\n')
+    assert "IndentationError" in shown.traceback
+    assert shown.stderr == ""
+    wrong_flag = kernel.run("%%torchrun --nprocs 2\npass", timeout_s=20)
+    assert wrong_flag.traceback == "CellOptionsError: %%torchrun has no flag '--nprocs': did you mean '--nproc'?"
+    kernel.run("import threading; lock = threading.Lock()")
+    assert "--in lock: a _thread.lock cannot travel" in kernel.run("%%torchrun --in lock\npass", timeout_s=20).error
+
+
+def test_a_script_that_initialises_the_group_itself_runs_unchanged(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        import torch, torch.distributed as dist
+        from torch.distributed import init_process_group
+        init_process_group("nccl")
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 0:
+            dist.init_process_group("gloo", world_size=4, rank=0)
+    """)
+    assert shown.lines(0) == [
+        "note: %%torchrun has already initialised the process group (gloo, 2 ranks): "
+        "init_process_group changes nothing here"
+    ]
+    assert shown.lines(1) == []
+    assert "rank 0 of 2 failed in cell, line 10: ValueError: rank 0: init_process_group was asked for" in shown.error
+
+
+def test_magics_await_exit_and_data_loader_workers_behave(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 1 --out batches
+        import asyncio, sys, torch
+        from torch.utils.data import DataLoader, Dataset
+        class Numbers(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return torch.tensor(index)
+        %time x = 2
+        await asyncio.sleep(0.01)
+        !echo from the shell
+        batches = []
+        for how in ("fork", "spawn"):
+            loader = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context=how)
+            batches.append([batch.tolist() for batch in loader])
+        sys.exit()
+    """)
+    assert shown.error == shown.stderr == ""
+    assert "from the shell" in shown.lines(0)
+    assert any(line.startswith("Wall time") for line in shown.lines(0))
+    assert kernel.run("print(batches)").stdout == "[[[0, 1], [2, 3]], [[0, 1], [2, 3]]]\n"
+
+
+def test_help_is_complete(kernel: Kernel) -> None:
+    help_text = kernel.run("print(get_ipython().find_magic('torchrun', 'cell').__doc__)").stdout
+    for word in ("-n, --nproc", "--in a,b", "--out loss", "--timeout SECONDS", "init_ranks()", "Examples:"):
+        assert word in help_text
+
+
+def test_nbclient_stops_at_a_failing_rank() -> None:
+    cells = ["%load_ext vlmcourse", "%%torchrun -n 1\n1 / 0", "print('never')"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    with pytest.raises(CellExecutionError, match=r"rank 0 of 1 failed in cell, line 2: ZeroDivisionError"):
+        NotebookClient(notebook, timeout=180).execute()
+    assert notebook.cells[2].outputs == []

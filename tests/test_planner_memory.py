@@ -1,0 +1,226 @@
+"""Bytes of a rank against numbers worked by hand and against the papers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from vlmcourse.planner import (
+    RESERVED_BYTES,
+    Plan,
+    Workload,
+    count_params,
+    estimate_rank_memory,
+    estimate_state_bytes,
+    get_device,
+)
+from vlmcourse.planner.activations import estimate_activation_bytes
+from vlmcourse.planner.memory import local_params
+from vlmcourse.presets import get_model
+
+GB = 10**9
+MODEL = get_model("vlm-13b")
+PARAMS = count_params(MODEL)
+
+
+# --- F1 and F2: the training state ----------------------------------------------------------------------------------
+
+
+def test_fp32_adam_keeps_112_gb_for_7b_not_84():
+    state = estimate_state_bytes(7 * 10**9, precision="fp32")
+    assert (state.weights, state.gradients, state.optimizer) == (28 * GB, 28 * GB, 56 * GB)
+    assert state.total == 112 * GB
+    assert estimate_state_bytes(7 * 10**9, precision="fp32", optimizer="sgd_momentum").total == 84 * GB
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "bytes_per_param"),
+    [
+        ("fp32", "adamw", 16),
+        ("bf16_mixed", "adamw", 16),
+        ("fp16_mixed", "adamw", 16),
+        ("bf16_fp32_grads", "adamw", 18),
+        ("bf16_autocast", "adamw", 16),
+        ("bf16_mixed", "adamw_8bit", 10),
+        ("bf16_mixed", "sgd_momentum", 12),
+    ],
+)
+def test_bytes_per_parameter_of_each_recipe(precision, optimizer, bytes_per_param):
+    state = estimate_state_bytes(10**9, precision=precision, optimizer=optimizer)
+    assert state.total == bytes_per_param * GB
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_stages_match_figure_1_of_rajbhandari_2020(stage, gigabytes):
+    state = estimate_state_bytes(7_500_000_000, zero_stage=stage, shard_degree=64)
+    assert round(state.total / GB, 1) == gigabytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_zero_formulas_for_p_parameters_on_n_ranks(num_ranks):
+    P = 8 * 10**8
+    totals = [estimate_state_bytes(P, zero_stage=stage, shard_degree=num_ranks).total for stage in range(4)]
+    assert totals == [16 * P, 4 * P + 12 * P / num_ranks, 2 * P + 14 * P / num_ranks, 16 * P / num_ranks]
+
+
+def test_uneven_shards_round_up_to_the_fullest_rank():
+    assert estimate_state_bytes(10, zero_stage=3, shard_degree=4).weights == 3 * 2
+
+
+def test_frozen_parameters_have_weights_only():
+    state = estimate_state_bytes(1000, zero_stage=0, trainable=False)
+    assert (state.weights, state.gradients, state.optimizer) == (2000, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"zero_stage": 4}, {"zero_stage": -1}, {"shard_degree": 0}, {"precision": "int4"}, {"optimizer": "adam"}],
+)
+def test_state_bytes_refuse_what_they_do_not_know(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        estimate_state_bytes(1000, **changes)
+
+
+# --- F13: the 13B model on 4 x A100-40GB ----------------------------------------------------------------------------
+
+
+def state_gb(plan: Plan) -> float:
+    return round(estimate_rank_memory(plan, MODEL).state / GB, 1)
+
+
+def test_13b_state_is_52_gb_a_rank_under_full_sharding_on_four():
+    assert state_gb(Plan(dp_shard=4, zero_stage=3)) == 52.0
+
+
+def test_13b_with_frozen_vision_still_needs_45_gb():
+    memory = estimate_rank_memory(Plan(dp_shard=4, zero_stage=3, frozen=("vision",)), MODEL)
+    by_hand = ((PARAMS.total - PARAMS.vision) * 16 + PARAMS.vision * 2) / 4
+    assert memory.state == pytest.approx(by_hand, abs=64)
+    assert round(memory.state / GB) == 45
+
+
+def test_13b_remedies_bring_the_state_to_13_and_32_5_gb():
+    offloaded = estimate_rank_memory(Plan(dp_shard=4, zero_stage=3, offload_optimizer=True), MODEL)
+    assert round(offloaded.state / GB, 1) == 13.0
+    assert round(offloaded.host_optimizer / GB, 1) == 39.0
+    assert offloaded.optimizer == 0
+    assert state_gb(Plan(dp_shard=4, zero_stage=3, optimizer="adamw_8bit")) == 32.5
+
+
+# --- Sharding by tp and pp ------------------------------------------------------------------------------------------
+
+
+def test_doubling_tp_halves_language_and_leaves_vision_whole():
+    one, two = (local_params(Plan(tp=tp), MODEL, stage=0) for tp in (1, 2))
+    assert two["language"] == -(-one["language"] // 2)
+    assert two["vision"] == one["vision"] == PARAMS.vision
+    assert local_params(Plan(tp=2, vision_tp=2), MODEL, stage=0)["vision"] == -(-PARAMS.vision // 2)
+
+
+def test_pipeline_stages_hold_every_parameter_once():
+    stages = [local_params(Plan(pp=4), MODEL, stage) for stage in range(4)]
+    for tower in ("vision", "projector", "language"):
+        assert sum(stage[tower] for stage in stages) == getattr(PARAMS, tower)
+    assert [stage["vision"] > 0 for stage in stages] == [True, False, False, False]
+
+
+def test_tied_embeddings_are_copied_to_the_last_pipeline_stage():
+    tied = dataclasses.replace(MODEL, language=dataclasses.replace(MODEL.language, tied_embeddings=True))
+    total = sum(local_params(Plan(pp=2), tied, stage)["language"] for stage in range(2))
+    assert total == count_params(tied).language + tied.language.vocab_size * tied.language.hidden_size
+
+
+def test_fullest_pipeline_stage_is_reported():
+    memory = estimate_rank_memory(Plan(pp=4), MODEL)
+    first = sum(local_params(Plan(pp=4), MODEL, stage=0).values())
+    assert memory.weights == 2 * first  # vision and embedding stand on stage 0
+
+
+# --- Activations and working memory ---------------------------------------------------------------------------------
+
+
+def test_activations_with_checkpointing_worked_by_hand():
+    s, b, h, L, V = 2048, 1, 5120, 36, 32064
+    vision_s, vision_h, vision_L = 1025, 3200, 16
+    boundaries = 2 * s * b * h * L + 2 * vision_s * vision_h * vision_L
+    live = 34 * s * b * h
+    logits = s * V * (2 + 4 + 4)
+    assert estimate_activation_bytes(Plan(), MODEL, Workload(), stage=0) == boundaries + live + logits
+
+
+def test_activations_without_checkpointing_worked_by_hand():
+    s, h, L, V = 2048, 5120, 36, 32064
+    layers = 34 * s * h * L + 34 * 1025 * 3200 * 16
+    plan = Plan(activation_checkpointing=False)
+    assert estimate_activation_bytes(plan, MODEL, Workload(), stage=0) == layers + s * V * 10
+
+
+def test_activations_scale_with_batch_and_fall_with_tp():
+    def estimate(plan):
+        return estimate_activation_bytes(plan, MODEL, Workload(), stage=0)
+
+    assert estimate(Plan(micro_batch_size=3)) == 3 * estimate(Plan())
+    assert estimate(Plan(tp=4, activation_checkpointing=False)) < estimate(Plan(activation_checkpointing=False))
+
+
+def test_frozen_vision_tower_keeps_no_activations():
+    trained = estimate_activation_bytes(Plan(), MODEL, Workload(), stage=0)
+    frozen = estimate_activation_bytes(Plan(frozen=("vision",)), MODEL, Workload(), stage=0)
+    assert trained - frozen == 2 * 1025 * 3200 * 16
+
+
+def test_text_only_workload_has_no_vision_activations():
+    with_image = estimate_activation_bytes(Plan(), MODEL, Workload(tiles_per_sample=1), stage=0)
+    without = estimate_activation_bytes(Plan(), MODEL, Workload(tiles_per_sample=0), stage=0)
+    assert with_image - without == 2 * 1025 * 3200 * 16
+    with pytest.raises(ValueError, match="seq_len = 0"):
+        Workload(seq_len=0)
+
+
+def test_early_pipeline_stages_hold_more_micro_batches():
+    activations = [estimate_activation_bytes(Plan(pp=3), MODEL, Workload(), stage) for stage in range(2)]
+    per_layer = 2 * 2048 * 5120
+    live, vision = 34 * 2048 * 5120, 2 * 1025 * 3200 * 16
+    assert activations[0] == 3 * (12 * per_layer + vision) + live
+    assert activations[1] == 2 * 12 * per_layer + live
+
+
+def test_only_zero_3_gathers_layers():
+    gathered = [estimate_rank_memory(Plan(dp_shard=4, zero_stage=stage), MODEL).gathered for stage in (1, 2, 3)]
+    layer = 2 * 5120**2 + 2 * 5120 * 1024 + 3 * 5120 * 15104 + 2 * 5120
+    assert gathered == [0, 0, layer * (2 * 2 + 2)]
+
+
+def test_device_total_is_the_sum_of_its_owners_with_the_reserve():
+    memory = estimate_rank_memory(Plan(dp_shard=4, zero_stage=3, offload_optimizer=True), MODEL)
+    assert memory.device_total == sum(memory.by_owner().values())
+    assert memory.reserved == RESERVED_BYTES == 2 * 2**30
+    assert "weights 6.5" in str(memory) and "optimizer" not in str(memory)
+
+
+# --- Devices --------------------------------------------------------------------------------------------------------
+
+
+def test_devices_give_dense_peaks_and_refuse_what_they_lack():
+    assert get_device("a100-40").peak_flop_per_s("bf16") == 312e12
+    assert get_device("h100").peak_flop_per_s("bf16") == pytest.approx(989e12, rel=1e-3)  # 1979 with sparsity
+    assert get_device("v100-32").memory_bytes == 32 * GB
+    assert not get_device("v100-32").supports("bf16")
+    with pytest.raises(ValueError, match="no hardware path for 'bf16'"):
+        get_device("v100-32").peak_flop_per_s("bf16")
+
+
+def test_unknown_device_is_an_error_that_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'a100-40'"):
+        get_device("a100-41")
+    with pytest.raises(ValueError, match="choose one of"):
+        get_device("mi300x")
+
+
+def test_every_device_names_its_source():
+    from vlmcourse.planner import DEVICES
+    from vlmcourse.presets import CLUSTERS
+
+    assert all("datasheet" in device.source for device in DEVICES.values())
+    assert all(cluster.source and cluster.device in DEVICES for cluster in CLUSTERS.values())

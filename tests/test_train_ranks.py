@@ -1,0 +1,155 @@
+"""What needs two ranks besides parity: checkpoints across world sizes, evaluation, refusals, bytes a rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import AwkwardTrainer, build_trainer, small_shape
+from ranks import run_worker
+from ranks_worker import QUESTION_COUNTS, config_in, questions, train_lefty
+
+from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.mesh import Ranks
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+LOSS_TOLERANCE = 1e-5
+"""fp32 sums added in another order."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one process trained 3 steps and saved, and two ranks then did all of their checks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    saved = build_trainer(config_in(folder, "single", "single", world_size=1), ALONE, seed=1)
+    for _ in range(3):
+        saved.train_step()
+    saved.save()
+    train_lefty(folder, ALONE)
+    run_worker("ranks_worker.py", str(folder), timeout_s=240)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"found{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def single_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    config = config_in(tmp_path_factory.mktemp("single"), "single", "single", world_size=1)
+    return build_trainer(config, ALONE, seed=1).fit().losses
+
+
+def test_sums_and_maxima_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert of_rank["sum"] == [1.0, 5.0]
+        assert of_rank["max"] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resumed_run_has_exactly_the_losses_of_an_uninterrupted_one(
+    found: list[dict[str, Any]], strategy: str, single_losses: list[float]
+) -> None:
+    for of_rank in found:
+        losses = of_rank["resume"][strategy]
+        assert losses["rest"] == losses["whole"][3:]
+        assert losses["whole"] == pytest.approx(single_losses, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_of_one_process_goes_on_on_two_ranks(
+    found: list[dict[str, Any]], strategy: str, single_losses: list[float]
+) -> None:
+    assert found[0]["other world"][strategy] == pytest.approx(single_losses[3:], abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
+    folder: Path, found: list[dict[str, Any]], strategy: str, single_losses: list[float]
+) -> None:
+    trainer = build_trainer(config_in(folder, "single", f"{strategy}-to-single", world_size=1), ALONE, seed=9)
+    step = trainer.resume(folder / f"{strategy}-parts" / "checkpoints" / "step_000003")
+    losses = [trainer.train_step().loss for _ in range(3)]
+    assert step == 3
+    assert losses == pytest.approx(single_losses[3:], abs=LOSS_TOLERANCE)
+
+
+def lefty(folder: Path) -> AwkwardTrainer:
+    trainer = build_trainer(config_in(folder, "single", "evaluation", world_size=1), ALONE, seed=5)
+    trainer.resume(folder / "lefty")
+    return trainer
+
+
+@pytest.mark.parametrize("name", QUESTION_COUNTS)
+def test_ranks_with_unequal_questions_count_what_one_process_counts(
+    folder: Path, found: list[dict[str, Any]], name: str
+) -> None:
+    trainer = lefty(folder)
+    trainer.eval_data = questions(*QUESTION_COUNTS[name])
+    expected = trainer.evaluate()
+    assert expected.num_questions == sum(QUESTION_COUNTS[name])
+    num_left = sum(question.messages[-1].text == "left" for question in trainer.eval_data)
+    assert expected.num_correct == num_left  # it answers "left" to everything
+    for of_rank in found:
+        for strategy in ("ddp", "fsdp"):
+            outcome = of_rank["evaluation"][f"{strategy} {name}"]
+            assert outcome == [expected.num_questions, expected.num_correct], strategy
+
+
+def test_training_goes_on_after_an_evaluation(folder: Path, found: list[dict[str, Any]]) -> None:
+    expected = lefty(folder).train_step().loss
+    for strategy in ("ddp", "fsdp"):
+        assert found[0]["evaluation"][f"{strategy} loss after"] == pytest.approx(expected, abs=LOSS_TOLERANCE)
+
+
+def test_a_strategy_that_is_not_what_it_says_is_refused(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        said = of_rank["refusals"]
+        assert said["ddp"] == said["fsdp"] == "accepted"
+        for name, words in {
+            "ddp not wrapped": "RuntimeError: rank",
+            "fsdp not wrapped": "not wrapped by fully_shard",
+            "single on two ranks": "ValueError: parallel.strategy = 'single' with 2 ranks",
+            "ddp called fsdp": "not wrapped by fully_shard",
+            "ddp with other weights": "weights of rank 1 differ from rank 0's, the first is vision.",
+            "fsdp called ddp": "not a DistributedDataParallel",
+            "wrong size": "the process group has 2 ranks instead of 3",
+            "fsdp over one rank": "each element must be on exactly one rank",
+        }.items():
+            assert words in said[name], name
+
+
+def test_ddp_stores_16_bytes_a_weight_on_every_rank_and_fsdp_half_of_it(found: list[dict[str, Any]]) -> None:
+    model = build_model(small_shape(), seed=0)
+    num_weights = sum(p.numel() for p in model.parameters())
+    num_tensors = len(list(model.parameters()))
+    step_bytes = 4 * num_tensors
+    for of_rank in found:
+        assert of_rank["ledgers"]["ddp"] == [4 * num_weights, 4 * num_weights, 8 * num_weights + step_bytes]
+        assert of_rank["ledgers"]["fsdp sum"] == [4 * num_weights, 4 * num_weights, 8 * num_weights + 2 * step_bytes]
+        assert of_rank["ledgers"]["fsdp"][0] == pytest.approx(2 * num_weights, rel=0.1)
+
+
+def test_a_step_without_any_supervised_token_is_a_clear_error(found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        assert of_rank["empty step"].startswith(f"rank {rank}: no sample of this step has a supervised token")
+
+
+def test_files_are_written_once_and_by_rank_0(folder: Path, found: list[dict[str, Any]]) -> None:
+    run = folder / "ddp-parts"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "log.csv",
+        "log.jsonl",
+        "result.json",
+    ]
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 6
+    assert rows[-1]["exact_match"] is not None
+    assert (run / "checkpoints" / "latest").read_text() == "step_000006"

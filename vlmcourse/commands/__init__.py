@@ -1,0 +1,1 @@
+"""Subcommands of `vlmcourse`, one module each; `cli.py` lists them."""

@@ -1,0 +1,159 @@
+"""`vlmcourse train CONFIG`: one process, or `--nproc N` ranks that this process starts and watches.
+
+As a rank (RANK is set by a launcher, ours or torchrun) it trains and rank 0 writes the plot and prints the outcome. As
+the starting process with `--nproc` it checks the configuration, starts the ranks through the notebook's launcher and
+passes on what they print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmcourse.config import ConfigError, TrainConfig, check_world_size, load_config
+from vlmcourse.notebook.failure import RankFailure
+from vlmcourse.notebook.launcher import check_rank_count, run_ranks
+from vlmcourse.notebook.streams import TerminalPrinter
+
+JSON_KEYS = (
+    "loss_first",
+    "loss_last",
+    "exact_match",
+    "tokens_per_s",
+    "peak_bytes",
+    "strategy",
+    "world_size",
+    "seconds",
+)
+"""What `--json` promises; further keys may follow them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("config", help="a TOML file, such as configs/tiny.toml")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="change one value of the file, such as train.num_steps=20; may be repeated",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="go on from the latest checkpoint of this run, or of the run or checkpoint in FOLDER",
+    )
+    parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object on the last line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; return the exit code."""
+    config = load_config(args.config, parse_overrides(args.overrides))
+    if "RANK" in os.environ:
+        if args.nproc is not None:
+            raise ValueError(
+                "--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun"
+            )
+        return _train_here(args, config)
+    if args.nproc is not None:
+        check_rank_count(args.nproc)
+    check_world_size(config.parallel.strategy, args.nproc or 1)
+    if args.nproc is None:
+        return _train_here(args, config)
+    return _start_ranks(args, config)
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Turn `section.key=value` texts into values, typed as TOML does; what is no TOML value is a string.
+
+    Raises:
+        ConfigError: listing every text without a dot and an equals sign.
+    """
+    bad = [text for text in texts if "=" not in text or "." not in text.partition("=")[0]]
+    if bad:
+        raise ConfigError("--set", [f"{text!r}: write section.key=value, such as train.num_steps=20" for text in bad])
+    overrides = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        try:
+            overrides[key.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            overrides[key.strip()] = value.strip()
+    return overrides
+
+
+def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
+    """Train in this process, which is the only one or one rank of several."""
+    from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
+    from vlmcourse.train.trainer import Trainer
+
+    ranks = init_ranks()
+    if ranks.rank > 0:
+        logging.getLogger().setLevel(logging.ERROR)  # rank 0 says it once
+    trainer = Trainer(config, ranks)
+    if args.resume is not None:
+        trainer.resume(args.resume or None)
+    result = trainer.fit()
+    if ranks.is_main:
+        from vlmcourse.plots import plot_training
+
+        plot_training(result.history).savefig(Path(result.output_dir) / "training.png", dpi=150)
+        _print_outcome(result.summary(), as_json=args.json)
+    shutdown_ranks()
+    return 0
+
+
+def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:
+    """Start the ranks, each of which runs this command again, and print what they say."""
+    argv = [sys.executable, "-m", "vlmcourse.cli", "train", args.config]
+    argv += [part for text in args.overrides for part in ("--set", text)]
+    argv += ["--verbose"] if args.verbose else []
+    argv += ["--resume", *([args.resume] if args.resume else [])] if args.resume is not None else []
+    printer = TerminalPrinter()
+    try:
+        run_ranks(argv, args.nproc, timeout_s=math.inf, on_line=printer.line, on_progress=printer.progress)
+    except RankFailure as error:
+        print(f"vlmcourse train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            f"\nvlmcourse train: interrupted; all {args.nproc} ranks have ended. {_resume_hint(config)}",
+            file=sys.stderr,
+        )
+        return 130
+    if args.json:
+        result = Path(config.run.output_dir) / config.run.name / "result.json"
+        _print_outcome(json.loads(result.read_text(encoding="utf-8")), as_json=True)
+    return 0
+
+
+def _resume_hint(config: TrainConfig) -> str:
+    if (Path(config.run.output_dir) / config.run.name / "checkpoints" / "latest").exists():
+        return "Go on from the last checkpoint with --resume."
+    return "There is no checkpoint to go on from: train.checkpoint_every saves some."
+
+
+def _print_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({key: summary[key] for key in JSON_KEYS} | dict(summary)), flush=True)
+        return
+    print(
+        f"{summary['strategy']} on {summary['world_size']} rank(s), {summary['num_steps']} steps in "
+        f"{summary['seconds']:.1f} s: loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, exact match "
+        f"{100 * summary['exact_match']:.1f} % of {summary['num_questions']} held-out questions, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, at most {summary['peak_bytes'] / 2**20:,.0f} MiB a rank "
+        f"({summary['peak_is']})"
+    )
+    print(f"log, plot and checkpoints: {summary['output_dir']}", flush=True)

@@ -1,0 +1,278 @@
+"""Which wrong idea explains a wrong answer: each is written as a formula and asked what it would have decided.
+
+Enters: a learner's answers. Leaves: the sentence of the wrong idea that reproduces them, or nothing. A wrong idea is
+named only if it explains the answers clearly better than the right formula does, so a right answer is never accused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from vlmcourse.grading.kinds import Need, fill_fraction, kind_of, plain_plan, zero_plan
+from vlmcourse.grading.scenarios import Scenario
+from vlmcourse.planner import OPTIMIZERS, Plan, RankMemory, check_plan, estimate_rank_memory, get_device
+
+GB = 10**9
+
+ONE_MOMENT = (
+    "you counted one Adam moment (or left out the fp32 master weights): 12 bytes a parameter, with which 7e9 "
+    "parameters would train in 84 GB. Adam keeps two moments: 16 bytes, 112 GB"
+)
+GRADIENTS_IN_STAGE_1 = (
+    "gradients are not sharded in ZeRO-1: 2 bytes of weights and 2 of gradients stay whole, 4P + 12P/N"
+)
+WHOLE_GRADIENTS_IN_STAGE_2 = "gradients are sharded in ZeRO-2: only the 2 bytes of weights stay whole, 2P + 14P/N"
+WEIGHTS_IN_STAGE_2 = "weights are not sharded in ZeRO-2, only in ZeRO-3"
+SIXTEEN_OF_OPTIMIZER = (
+    "of the 16 bytes of mixed-precision Adam 4 are weights and gradients and 12 the optimizer's: stage 1 is "
+    "4P + 12P/N, not 4P + 16P/N"
+)
+FP32_SPLIT = (
+    "you counted weights and gradients in fp32 (4 + 4 + 8); in mixed precision they are 2 + 2, and the optimizer's "
+    "12 bytes hold the fp32 master copy and two moments"
+)
+UNIT = "the number is right in another unit: return bytes, not GB or GiB"
+
+
+# --- Bytes of the training state ------------------------------------------------------------------------------------
+
+StateFormula = Callable[[float, int, int], float]
+"""Bytes a rank from parameters, ranks and stage."""
+
+
+def split_state(
+    weights: float, gradients: float, optimizer: float, *, first_split: tuple[int, int, int]
+) -> StateFormula:
+    """Build a formula from bytes a parameter of each owner and the stage from which each is split."""
+
+    def formula(num_params: float, num_ranks: int, stage: int) -> float:
+        owners = zip((weights, gradients, optimizer), first_split, strict=True)
+        return sum(size * num_params / (num_ranks if stage >= first else 1) for size, first in owners)
+
+    return formula
+
+
+RIGHT_STATE = split_state(2, 2, 12, first_split=(3, 2, 1))
+
+WRONG_STATES: tuple[tuple[StateFormula, str], ...] = (
+    (split_state(2, 2, 8, first_split=(3, 2, 1)), ONE_MOMENT),
+    (split_state(2, 2, 12, first_split=(3, 1, 1)), GRADIENTS_IN_STAGE_1),
+    (split_state(2, 2, 12, first_split=(3, 3, 1)), WHOLE_GRADIENTS_IN_STAGE_2),
+    (split_state(2, 2, 12, first_split=(2, 2, 1)), WEIGHTS_IN_STAGE_2),
+    (split_state(2, 2, 16, first_split=(3, 3, 1)), SIXTEEN_OF_OPTIMIZER),
+    (split_state(2, 2, 16, first_split=(3, 2, 1)), SIXTEEN_OF_OPTIMIZER),
+    (split_state(4, 4, 8, first_split=(3, 2, 1)), FP32_SPLIT),
+    (
+        split_state(2, 2, 12, first_split=(1, 1, 1)),
+        "stages 1 and 2 do not shard everything: 1 the optimizer state, 2 gradients too",
+    ),
+    (split_state(2, 2, 12, first_split=(0, 0, 0)), "stage 0 is plain DDP: every rank holds everything"),
+    (split_state(2, 2, 12, first_split=(4, 4, 4)), "your answer does not depend on the number of ranks"),
+    (split_state(2, 0, 12, first_split=(3, 2, 1)), "you left out the gradients, 2 bytes a parameter"),
+    (split_state(2, 2, 0, first_split=(3, 2, 1)), "you left out the optimizer's 12 bytes a parameter"),
+)
+
+
+def explain_state(answers: Iterable[tuple[tuple[float, int, int], float]]) -> str:
+    """Name the wrong formula, or one for each stage, that gives the wrong ones among the answers.
+
+    Args:
+        answers: `(num_params, num_ranks, stage)` and the bytes that the learner's function gave for them.
+
+    Returns:
+        A sentence or more, or "" if no known formula gives the wrong answers.
+    """
+    wrong = [(case, got) for case, got in answers if not _near(got, RIGHT_STATE(*case))]
+    together = _formula_of(wrong)
+    if together or not wrong:
+        return together
+    by_stage = [_formula_of([(case, got) for case, got in wrong if case[2] == stage]) for stage in range(4)]
+    return "; ".join(dict.fromkeys(sentence for sentence in by_stage if sentence))
+
+
+def _formula_of(wrong: Sequence[tuple[tuple[float, int, int], float]]) -> str:
+    """Return the sentence of the first wrong formula that gives every one of the answers."""
+    if not wrong:
+        return ""
+    for unit in (GB, 2**30):
+        if all(_near(got * unit, RIGHT_STATE(*case)) for case, got in wrong):
+            return UNIT
+    for formula, sentence in WRONG_STATES:
+        if all(_near(got, formula(*case)) for case, got in wrong):
+            return sentence
+    return ""
+
+
+def _near(got: float, expected: float) -> bool:
+    return abs(got - expected) <= 1e-4 * abs(expected)
+
+
+# --- Choices of a plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongEstimate:
+    """A way to get the memory of a rank wrong."""
+
+    needed_bytes: Callable[[Plan, Scenario], float]
+    sentence: str
+
+
+@functools.lru_cache(maxsize=4096)
+def _memory(plan: Plan, scenario: Scenario) -> RankMemory:
+    return estimate_rank_memory(plan, scenario.model)
+
+
+@functools.lru_cache(maxsize=512)
+def _plans_to_try(scenario: Scenario, with_stages: bool) -> tuple[Plan, ...]:
+    """Return a plan of each kind from the cheapest to the dearest, without those that overfill main memory."""
+    cluster = scenario.cluster
+    stages = [zero_plan(cluster, stage) for stage in (1, 2)] if with_stages else []
+    offload = [
+        zero_plan(cluster, 3, offload_optimizer=True),
+        zero_plan(cluster, 3, optimizer="adamw_8bit", offload_optimizer=True),
+    ]
+    possible = [plan for plan in offload if "host_memory" not in check_plan(plan, scenario.model, cluster).codes]
+    return (
+        plain_plan(cluster),
+        *stages,
+        zero_plan(cluster, 3),
+        zero_plan(cluster, 3, optimizer="adamw_8bit"),
+        *possible,
+    )
+
+
+def _one_moment_less(plan: Plan, memory: RankMemory) -> float:
+    """Return the optimizer bytes that one of two moments takes."""
+    moments = OPTIMIZERS[plan.optimizer]
+    return memory.optimizer * (moments / 2) / (plan.recipe.master_bytes + moments)
+
+
+def _state_only(plan: Plan, scenario: Scenario) -> float:
+    return _memory(plan, scenario).state
+
+
+def _one_moment(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.device_total - _one_moment_less(plan, memory)
+
+
+def _one_moment_state_only(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.state - _one_moment_less(plan, memory)
+
+
+def _no_gradients(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.device_total - memory.gradients
+
+
+def _no_optimizer(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.device_total - memory.optimizer
+
+
+def _all_ranks_split(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.device_total - memory.state + memory.state / (plan.dp_replicate if plan.zero_stage == 0 else 1)
+
+
+def _never_split(plan: Plan, scenario: Scenario) -> float:
+    whole = dataclasses.replace(plan, dp_replicate=plan.dp_degree, dp_shard=1, zero_stage=0)
+    return _memory(whole, scenario).device_total
+
+
+def _twenty_bytes(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.device_total + memory.optimizer / 3
+
+
+WRONG_ESTIMATES: tuple[WrongEstimate, ...] = (
+    WrongEstimate(
+        needed_bytes=_state_only,
+        sentence="you counted the training state only: activations, the layers that ZeRO-3 gathers and the reserve "
+        "need room too",
+    ),
+    WrongEstimate(needed_bytes=_one_moment, sentence=ONE_MOMENT),
+    WrongEstimate(needed_bytes=_one_moment_state_only, sentence=ONE_MOMENT),
+    WrongEstimate(needed_bytes=_no_gradients, sentence="you left out the gradients, 2 bytes a parameter"),
+    WrongEstimate(
+        needed_bytes=_no_optimizer,
+        sentence="you left out the optimizer state, 12 of the 16 bytes a parameter: this is the memory of inference",
+    ),
+    WrongEstimate(
+        needed_bytes=_all_ranks_split,
+        sentence="you divided the state by the world size where it is replicated: only the dp_shard ranks split it, "
+        "dp_replicate ranks each hold a copy",
+    ),
+    WrongEstimate(
+        needed_bytes=_twenty_bytes,
+        sentence="you counted more than 16 bytes a parameter: the 16 of mixed-precision Adam already hold weights and "
+        "gradients",
+    ),
+    WrongEstimate(
+        needed_bytes=_never_split,
+        sentence="you compared the whole training state with one device: ZeRO-3 splits all of it over the ranks",
+    ),
+)
+
+
+def decide(scenario: Scenario, needed_bytes: Callable[[Plan, Scenario], float], *, with_stages: bool) -> Need:
+    """Return the kind of plan that a way of estimating leads to, by going from the cheapest plan to the dearest.
+
+    Args:
+        scenario: the case.
+        needed_bytes: the estimate that the decision rests on.
+        with_stages: whether ZeRO-1 and ZeRO-2 are tried between DDP and ZeRO-3.
+    """
+    available = get_device(scenario.cluster.device).memory_bytes
+    for plan in _plans_to_try(scenario, with_stages):
+        if needed_bytes(plan, scenario) <= available:
+            return kind_of(plan)
+    return Need.IMPOSSIBLE
+
+
+SAME_KIND = "you chose the same kind of plan in every case: let the memory that a rank needs decide"
+
+
+def explain_choices(choices: Sequence[tuple[Scenario, Need]]) -> str:
+    """Name the wrong estimate that reproduces the kinds of plan which a learner chose.
+
+    Args:
+        choices: each case and the kind chosen. They should be of several groups: in one group a wrong estimate and a
+            fixed choice can look the same.
+
+    Returns:
+        A sentence, or "" if no wrong estimate explains the choices clearly better than the right one.
+    """
+    if len(choices) < 3:
+        return ""
+    if len({kind for _, kind in choices}) == 1 and len({scenario.need for scenario, _ in choices}) > 1:
+        return SAME_KIND
+    right = _agreement(choices, lambda plan, scenario: _memory(plan, scenario).device_total)
+    best, sentence = max(
+        ((_agreement(choices, wrong.needed_bytes), wrong.sentence) for wrong in WRONG_ESTIMATES),
+        key=lambda pair: pair[0],
+    )
+    return sentence if best >= 0.85 and best > right else ""
+
+
+def _agreement(choices: Sequence[tuple[Scenario, Need]], needed_bytes: Callable[[Plan, Scenario], float]) -> float:
+    """Return the share of choices that an estimate leads to, with or without ZeRO-1 and 2 among the plans tried."""
+    return max(
+        sum(decide(scenario, needed_bytes, with_stages=tried) == kind for scenario, kind in choices) / len(choices)
+        for tried in (False, True)
+    )
+
+
+def explain_plan(plan: Plan, scenario: Scenario) -> str:
+    """Name the wrong idea behind one plan that does not fit: that its ZeRO stage splits more than it does."""
+    if plan.zero_stage not in (1, 2) or fill_fraction(plan, scenario.model, scenario.cluster) <= 1:
+        return ""
+    higher = dataclasses.replace(plan, zero_stage=plan.zero_stage + 1)
+    if fill_fraction(higher, scenario.model, scenario.cluster) > 1:
+        return ""
+    return GRADIENTS_IN_STAGE_1 if plan.zero_stage == 1 else WEIGHTS_IN_STAGE_2

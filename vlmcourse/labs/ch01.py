@@ -1,0 +1,269 @@
+"""Chapter 1's glue: tables of predictions, an example that is small enough to check, counters for a training step.
+
+Enters: what a cell of the chapter has at hand. Leaves: printed tables, and measurements as plain data that can travel
+from the ranks back to the notebook. Everything that a run needs is in the package itself; this only looks at it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vlmcourse.data.collate import Collator
+from vlmcourse.data.digits import DigitsDataset
+from vlmcourse.data.samples import Sample
+from vlmcourse.data.tokenizer import load_tokenizer
+from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.fsdp import find_blocks
+from vlmcourse.presets import get_model
+
+T = TypeVar("T")
+MAX_SEQ_LEN = 256
+
+# --- Predictions and tables -----------------------------------------------------------------------------------------
+
+
+def check_prediction(prediction: object, unit: str) -> None:
+    """Say whether a prediction has been filled in; whether it is right is for the measurement to show.
+
+    Args:
+        prediction: a number, or a mapping of names to numbers; None where nothing has been written yet.
+        unit: what the numbers are counted in.
+    """
+    values = dict(prediction) if isinstance(prediction, Mapping) else {"": prediction}
+    missing = [name for name, value in values.items() if value is None]
+    wrong = [name for name, value in values.items() if value is not None and not is_number(value)]
+    if missing:
+        which = f" for {', '.join(missing)}" if any(missing) else ""
+        print(f"No prediction{which} yet: write a number in place of None and run this cell again.")
+        print("Guessing first is half of the learning; the notebook also runs without.")
+    elif wrong:
+        shown = ", ".join(repr(values[name]) for name in wrong)
+        print(f"{shown} is not a number: write plain digits such as 12 or 0.5, without the unit ({unit}).")
+    else:
+        noted = ", ".join(f"{name} {guess(value)}".strip() for name, value in values.items())
+        print(f"Noted: {noted} {unit}.")
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a prediction is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def guess(prediction: object, name: str = "") -> str:
+    """Return a prediction as text for a table, "-" where there is none.
+
+    Args:
+        prediction: as in `check_prediction`.
+        name: which one of a mapping.
+    """
+    value = prediction.get(name) if isinstance(prediction, Mapping) else prediction
+    return "-" if value is None else f"{value:g}" if is_number(value) else repr(value)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows under a header: text on the left, numbers on the right, a dash for None.
+
+    Args:
+        header: one name a column, with its unit.
+        rows: cells; floats are shown in four significant digits, whole numbers with thousands separators.
+    """
+    shown = [[_as_text(cell) for cell in row] for row in rows]
+    widths = [max(len(line[column]) for line in [list(header), *shown]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join([first, *others]).rstrip()
+
+    print(line(header))
+    print("-" * (sum(widths) + 2 * (len(widths) - 1)))
+    for cells in shown:
+        print(line(cells))
+
+
+def _as_text(cell: object) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.1f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+# --- An example that one process can check --------------------------------------------------------------------------
+
+
+def load_example(num_samples: int = 8) -> tuple[VLM, Collator, list[Sample]]:
+    """Return the tiny model, what turns samples into a batch, and a few short and a few long conversations.
+
+    Args:
+        num_samples: how many; the first half has one question each, the rest four.
+
+    Returns:
+        The same weights and samples in every process.
+    """
+    shape, tokenizer, half = get_model("tiny"), load_tokenizer("builtin"), num_samples // 2
+    short, long = (DigitsDataset(num_samples, seed=0, split="train", num_turns=turns) for turns in (1, 4))
+    return build_model(shape, seed=0), Collator(tokenizer, shape, MAX_SEQ_LEN), [*short[:half], *long[half:]]
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """Return the gradients of all parameters as one vector [parameters], on CPU."""
+    return torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Return the length of the difference over the length of what was expected."""
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def exchange(tensor: Tensor) -> Tensor:
+    """Give a tensor to the other one of two ranks and return what that one gives.
+
+    Communicates: the tensor, once in each direction.
+    """
+    received, other = torch.empty_like(tensor), 1 - dist.get_rank()
+    requests = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, tensor.contiguous(), other), dist.P2POp(dist.irecv, received, other)]
+    )
+    for request in requests:
+        request.wait()
+    return received
+
+
+# --- Looking at a run -----------------------------------------------------------------------------------------------
+
+
+def from_every_rank(value: T) -> list[T]:
+    """Return the value of every rank, in rank order; all ranks must call this.
+
+    Communicates: an all-gather of the pickled value.
+    """
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def uneven_shards(model: nn.Module) -> dict[str, float]:
+    """Return by how many elements more than an equal part this rank stores of a parameter, where it is not equal."""
+    num_ranks = dist.get_world_size()
+    excess = {name: local_part(p).numel() - p.numel() / num_ranks for name, p in model.named_parameters()}
+    return {name: elements for name, elements in excess.items() if elements}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective moved on one rank."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+    """Whole tensors that were reduced or gathered, each counted once."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
+
+
+COLLECTIVES = {
+    "c10d.allreduce_": "all-reduce",
+    "c10d._allgather_base_": "all-gather",
+    "c10d._reduce_scatter_base_": "reduce-scatter",
+}
+RING_FACTORS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+"""Times (N - 1) / N of the payload that a ring algorithm sends from each of N ranks."""
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Sees every operation that PyTorch runs inside `with`, and notes the collectives: calls and bytes by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Traffic] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operation if it is a collective, and run it."""
+        if func.namespace == "c10d":
+            operation = str(func.overloadpacket)
+            name = COLLECTIVES.get(operation, operation.removeprefix("c10d.").strip("_"))
+            sizes = [t.numel() * t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)]
+            # Of the input and the output, the larger one is the whole tensor.
+            self.counts[name] = self.counts.get(name, Traffic()) + Traffic(1, max(sizes, default=0))
+        return func(*args, **(kwargs or {}))
+
+
+def ring_bytes(counts: Mapping[str, Traffic], num_ranks: int) -> dict[str, float]:
+    """Return what each rank sends if every collective runs as a ring, by kind.
+
+    Args:
+        counts: as a `CollectiveCounter` collected them.
+        num_ranks: ranks that took part.
+    Source: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
+    """
+    return {
+        kind: factor * counts[kind].payload_bytes * (num_ranks - 1) / num_ranks
+        for kind, factor in RING_FACTORS.items()
+        if kind in counts
+    }
+
+
+@contextmanager
+def watch_gathered_weights(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
+    """Note, before and after every transformer block, how many bytes of whole weights an FSDP2 model holds.
+
+    A parameter of an FSDP2 model is a `DTensor` (this rank's shard) except while it is gathered; then it is a plain
+    tensor. What FSDP gathers ahead for the next block is not seen.
+
+    Args:
+        model: sharded by `apply_fsdp`.
+
+    Returns:
+        A list that fills up as the model runs: names such as "forward vision.blocks.0", and bytes.
+    """
+    events: list[tuple[str, int]] = []
+
+    def note(text: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            whole = (p for p in model.parameters() if not isinstance(p, DTensor))
+            events.append((text, sum(p.numel() * p.element_size() for p in whole)))
+
+        return hook
+
+    blocks = set(find_blocks(model))
+    handles = []
+    for name, module in model.named_modules():
+        if module in blocks:
+            handles += [
+                module.register_forward_pre_hook(note(f"forward {name}")),
+                module.register_forward_hook(note(f"after forward {name}")),
+                module.register_full_backward_pre_hook(note(f"before backward {name}")),
+                module.register_full_backward_hook(note(f"backward {name}")),
+            ]
+    try:
+        yield events
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_event(events: Sequence[tuple[str, int]], start: str) -> int:
+    """Return the index of the first event whose name begins with `start`.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for index, (name, _) in enumerate(events):
+        if name.startswith(start):
+            return index
+    raise ValueError(f"none of {len(events)} events begins with {start!r}")

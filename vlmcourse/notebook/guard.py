@@ -1,0 +1,191 @@
+"""A small process between the notebook (or the command line) and one rank, so that nothing can be left running.
+
+The launcher runs `python -I -S guard.py FOLDER COMMAND...` in a session of its own. The guard starts COMMAND, waits for
+it, stops whatever it left behind (such as data loader workers), and ends exactly as it ended: same exit code, same
+signal. It holds the reading end of a pipe as its standard input. When the other end closes, because the launcher asked
+for it or because the notebook's kernel was killed, the guard kills everything below it and removes FOLDER.
+
+Imported by nobody and independent of the rest of the package: it must start in a blink, before anything can go wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LIFELINE = 0
+"""Standard input: readable, at end of file, once the launcher is gone."""
+POLL_S = 0.5
+SETTLE_S = 0.2
+"""How long processes that a rank started may take to notice that it has ended."""
+TERMINATE_S = 0.5
+KILL_S = 2.0
+CANNOT_START = 127
+NO_FOLDER = "-"
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command of one rank until it ends or its launcher does; never returns."""
+    folder, *command = arguments
+    launcher = os.getppid()
+    adopt_orphans()
+    wake = listen_for_signals()
+    guard = os.getpid()
+    rank = os.fork()
+    if rank == 0:
+        become_rank(command, guard)
+    status = None
+    while status is None:
+        ready, _, _ = select.select([LIFELINE, wake], [], [], POLL_S)
+        if wake in ready:
+            os.read(wake, 4096)
+        status = reap(rank)
+        if status is None and (LIFELINE in ready or os.getppid() != launcher):
+            end_all(rank, folder)
+    end_leftovers()
+    end_like(status)
+
+
+def listen_for_signals() -> int:
+    """Survive the signals that are meant for the rank; return a file that becomes readable when a child ends."""
+    wake, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    return wake
+
+
+def become_rank(command: list[str], guard: int) -> None:
+    """Turn the forked child into the rank: it dies with its guard, reads nothing, and has default signals."""
+    call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, LIFELINE)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot start {command[0]!r}: {error}", flush=True)
+        os._exit(CANNOT_START)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes below this one that lose theirs, even in another session (Linux only)."""
+    call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def call_prctl(option: int, value: int) -> None:
+    """Set one attribute of this process on Linux; elsewhere the lifeline alone has to do."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0)
+
+
+def reap(rank: int) -> int | None:
+    """Collect every child that has ended; return the rank's wait status if it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == rank:
+                found = status
+    return found
+
+
+def is_childless(within_s: float) -> bool:
+    """Wait until this process has no child, for at most `within_s` seconds."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid == 0:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+
+
+def list_children() -> list[int]:
+    """Return the ids of this process's children, adopted ones included (Linux only, else empty)."""
+    found = []
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                if parent == os.getpid():
+                    found.append(int(name))
+    return found
+
+
+def signal_children(number: int) -> None:
+    """Send a signal to every child; children of theirs become ours as they die, and get it next."""
+    for pid in list_children():
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def end_leftovers() -> None:
+    """After the rank's own end: let what it started end by itself, then ask, then kill."""
+    if is_childless(SETTLE_S):
+        return
+    with contextlib.suppress(OSError):
+        os.killpg(0, signal.SIGTERM)
+    signal_children(signal.SIGTERM)
+    if not is_childless(TERMINATE_S):
+        kill_children()
+
+
+def kill_children() -> None:
+    """Kill generation after generation until none is left."""
+    end = time.monotonic() + KILL_S
+    while time.monotonic() < end:
+        signal_children(signal.SIGKILL)
+        if is_childless(0.02):
+            return
+
+
+def end_all(rank: int, folder: str) -> None:
+    """Kill the rank and all that it started, remove the private folder, and end; never returns."""
+    with contextlib.suppress(OSError):
+        os.kill(rank, signal.SIGKILL)
+    # A moment for helpers that clean up after their parent, such as multiprocessing's resource tracker.
+    if not is_childless(SETTLE_S):
+        kill_children()
+    if folder != NO_FOLDER:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+    # Where orphans cannot be adopted, those of the rank are still in this process's group.
+    os.killpg(0, signal.SIGKILL)
+
+
+def end_like(status: int) -> None:
+    """End this process with the exit code or the signal of the rank, so that the launcher sees it; never returns."""
+    if os.WIFSIGNALED(status):
+        import resource
+
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.pause()
+    os._exit(os.WEXITSTATUS(status))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

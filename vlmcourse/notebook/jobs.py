@@ -1,0 +1,120 @@
+"""What the notebook and its ranks tell each other about one cell: files in a private folder, no network.
+
+The folder belongs to the user alone (mode 0700, its files 0600) and lives as long as the cell runs. The notebook writes
+`job.json` and `inputs.pickle`; ranks write reports of exceptions and marks of completion, rank 0 also its outputs and
+what it displays. A display is announced in rank 0's printed output, so that it keeps its place between the lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmcourse.notebook.failure import RankReport
+
+FILE_NAME = "cell"
+"""What tracebacks call the code of the cell."""
+MARK = "\x1b_{token}:{number}\x1b\\"
+"""Announces display number `number`; an escape sequence that terminals do not show."""
+
+BOOT = (
+    "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['sys_path']; "
+    "from vlmcourse.notebook.worker import main; main(sys.argv.pop())"
+)
+"""Run with `python -c BOOT FOLDER`: the rank finds modules where the notebook does."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cell to run, as rank processes read it."""
+
+    source: str
+    """The cell as Python, with as many empty lines before it as the notebook's cell has before its code."""
+    shown_lines: list[str]
+    """The cell as the person wrote it, for tracebacks."""
+    shows_last_value: bool
+    out_names: list[str]
+    timeout_s: float
+    sys_path: list[str]
+    token: str
+    """A random word that marks what is not printed text in rank 0's output."""
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only this user can read; it appears under its name when it is complete.
+
+    Raises:
+        OSError: if it exists or cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    handle = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    partial.rename(path)
+
+
+class JobFolder:
+    """The private folder of one cell: who writes which file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.inputs = path / "inputs.pickle"
+        self.outputs = path / "outputs.pickle"
+        self.output_problem = path / "output_problem.txt"
+
+    def write_job(self, job: Job) -> None:
+        """Describe the cell to the ranks."""
+        write_private(self.path / "job.json", json.dumps(dataclasses.asdict(job)).encode())
+
+    def write_inputs(self, data: bytes) -> None:
+        """Leave the packed variables that every rank starts with."""
+        write_private(self.inputs, data)
+
+    def read_job(self) -> Job:
+        """Return the cell to run."""
+        return Job(**json.loads((self.path / "job.json").read_bytes()))
+
+    def write_report(self, report: RankReport) -> None:
+        """Leave a rank's exception for the notebook."""
+        write_private(self.path / f"report-{report.rank}.json", json.dumps(dataclasses.asdict(report)).encode())
+
+    def read_reports(self) -> dict[int, RankReport]:
+        """Return the exceptions that ranks have left, by rank."""
+        found = (RankReport(**json.loads(path.read_bytes())) for path in self.path.glob("report-*.json"))
+        return {report.rank: report for report in found}
+
+    def write_done(self, rank: int) -> None:
+        """Say that a rank has run the cell to its end."""
+        write_private(self.path / f"done-{rank}", b"")
+
+    def read_done(self) -> set[int]:
+        """Return the ranks that have run the cell to its end."""
+        return {int(path.name.removeprefix("done-")) for path in self.path.glob("done-*[0-9]")}
+
+    def write_display(self, number: int, message: dict[str, object]) -> None:
+        """Leave something for the notebook to show."""
+        write_private(self.path / f"display-{number}.json", json.dumps(message).encode())
+
+    def take_display(self, number: int) -> dict[str, object]:
+        """Return what rank 0 wants shown, and delete the file."""
+        path = self.path / f"display-{number}.json"
+        message = json.loads(path.read_bytes())
+        path.unlink()
+        return message
+
+
+@contextlib.contextmanager
+def open_job_folder() -> Iterator[JobFolder]:
+    """Make a private folder for one cell, and remove it afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="vlmcourse-cell-"))
+    try:
+        yield JobFolder(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

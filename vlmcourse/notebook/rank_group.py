@@ -1,0 +1,198 @@
+"""The processes of one run: each rank behind its guard, what they print, and how all of them are brought to an end.
+
+Single-threaded: whoever calls `RankGroup.wait` reads the pipes meanwhile, and gets every callback in its own thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from vlmcourse.notebook import guard
+from vlmcourse.notebook.failure import RankEnd
+from vlmcourse.notebook.streams import LineSplitter
+
+POLL_S = 0.1
+STOP_STEPS = ((signal.SIGINT, 1.0), (signal.SIGTERM, 0.5))
+"""How ranks are asked to end, and how many seconds each request is given before the next; then they are killed."""
+KILL_S = 5.0
+DRAIN_S = 1.0
+"""How long output is read after every rank has ended, where a process that got away still holds the pipe."""
+CHUNK_BYTES = 1 << 16
+
+OnText = Callable[[int, str], None]
+
+
+@contextlib.contextmanager
+def ignore_interrupts() -> Iterator[None]:
+    """Let no impatient Ctrl-C cut the last step of a clean-up short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class RankProcess:
+    """One rank: its guard's process, its output so far, and how it ended."""
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.popen = popen
+        self.splitter = LineSplitter()
+        self.signals_sent: set[int] = set()
+        self.end: RankEnd | None = None
+
+    def poll(self) -> bool:
+        """Return whether the process has ended, and remember how."""
+        if self.end is None and (code := self.popen.poll()) is not None:
+            # The guard leaves nothing behind, unless it was killed itself. Its group's number cannot have a new owner
+            # this soon.
+            self._signal_group(signal.SIGKILL)
+            was_stopped = bool(self.signals_sent) and (code >= 0 or -code in self.signals_sent)
+            self.end = RankEnd(self.rank, code, time.monotonic(), was_stopped)
+        return self.end is not None
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank and to what it started in its session."""
+        if not self.poll():
+            self.signals_sent.add(number)
+            self._signal_group(number)
+
+    def cut_lifeline(self) -> None:
+        """Have the guard kill the rank and everything below it."""
+        self.signals_sent.add(signal.SIGKILL)
+        self.close_lifeline()
+
+    def close_lifeline(self) -> None:
+        """Close this end of the pipe that tells the guard that its launcher is there."""
+        if self.popen.stdin is not None:
+            self.popen.stdin.close()
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, number)
+
+
+class RankGroup:
+    """The ranks of one run."""
+
+    def __init__(self, on_line: OnText | None, on_progress: OnText | None) -> None:
+        self._on_line = on_line or (lambda rank, text: None)
+        self._on_progress = on_progress or (lambda rank, text: None)
+        self._ranks: list[RankProcess] = []
+        self._pipes = selectors.DefaultSelector()
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The ranks that are running."""
+        return [process.rank for process in self._ranks if not process.poll()]
+
+    @property
+    def ends(self) -> list[RankEnd]:
+        """How the ranks ended, those that have, in rank order."""
+        return [process.end for process in self._ranks if process.end is not None]
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], rank: int, private_dir: Path | None) -> None:
+        """Start one rank behind its guard.
+
+        Raises:
+            RuntimeError: if the machine refuses another process.
+        """
+        folder = str(private_dir) if private_dir else guard.NO_FOLDER
+        command = [sys.executable, "-I", "-S", guard.__file__, folder, *argv]
+        try:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"rank {rank} could not be started ({error}): run fewer ranks") from error
+        process = RankProcess(rank, popen)
+        self._ranks.append(process)
+        self._pipes.register(popen.stdout, selectors.EVENT_READ, process)  # type: ignore[arg-type]
+
+    def wait(self, until_s: float) -> None:
+        """Pass output on until every rank has ended, one has failed, or the clock reads `until_s`."""
+        while self.unfinished and not any(end.exit_code for end in self.ends):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._pump(min(POLL_S, left_s))
+
+    def stop(self) -> None:
+        """End every rank that is still running: ask twice, then kill. A second interrupt kills at once."""
+        try:
+            for number, patience_s in STOP_STEPS:
+                for process in self._ranks:
+                    process.send(number)
+                end_s = time.monotonic() + patience_s
+                while self.unfinished and time.monotonic() < end_s:
+                    self._pump(POLL_S / 2)
+        finally:
+            self._kill()
+
+    def drain(self) -> None:
+        """Pass on what is left in the pipes after every rank has ended, and close them."""
+        end_s = time.monotonic() + DRAIN_S
+        while self._pipes.get_map() and time.monotonic() < end_s:
+            self._pump(POLL_S)
+        for key in list(self._pipes.get_map().values()):
+            self._close(key.data)
+        self._pipes.close()
+
+    def _kill(self) -> None:
+        with ignore_interrupts():
+            for process in self._ranks:
+                if not process.poll():
+                    process.cut_lifeline()
+            end_s = time.monotonic() + KILL_S
+            while self.unfinished and time.monotonic() < end_s:
+                time.sleep(0.01)
+            for process in self._ranks:
+                process.send(signal.SIGKILL)
+                process.popen.wait()
+                process.poll()
+                process.close_lifeline()
+
+    def _pump(self, seconds: float) -> None:
+        """Pass on what arrives within `seconds`; returns early once something did."""
+        if not self._pipes.get_map():
+            time.sleep(min(seconds, 0.01))
+            return
+        for key, _ in self._pipes.select(seconds):
+            process: RankProcess = key.data
+            data = os.read(key.fd, CHUNK_BYTES)
+            self._pass_on(process, data)
+            if not data:
+                self._pipes.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+
+    def _close(self, process: RankProcess) -> None:
+        self._pass_on(process, b"")
+        if process.popen.stdout is not None:
+            self._pipes.unregister(process.popen.stdout)
+            process.popen.stdout.close()
+
+    def _pass_on(self, process: RankProcess, data: bytes) -> None:
+        lines, progress = process.splitter.feed(data)
+        for line in lines:
+            self._on_line(process.rank, line)
+        if progress is not None:
+            self._on_progress(process.rank, progress)

@@ -1,0 +1,115 @@
+"""The IPython shell inside a rank: magics, `display`, and the value of a cell's last expression.
+
+Rank 0 hands rich output (pictures, tables) to the notebook through the private folder of the cell; the other ranks
+print it as text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import types
+from pathlib import Path
+from typing import Any
+
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Any as AnyTrait
+from traitlets import Type
+from traitlets.config import Config
+
+from vlmcourse.notebook.jobs import MARK, JobFolder
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Sends displays to the notebook (rank 0) or prints them as text."""
+
+    folder = AnyTrait(default_value=None, allow_none=True)
+    """The `JobFolder` of the cell on rank 0; None on the others."""
+    token = ""
+    num_sent = 0
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: object = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **_: object,
+    ) -> None:
+        """Show a bundle of representations of one object, by MIME type."""
+        if self.folder is None:
+            if "text/plain" in data:
+                print(data["text/plain"])
+            return
+        bundle = {
+            mime: base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value
+            for mime, value in data.items()
+        }
+        self._send({"data": bundle, "metadata": metadata or {}, "transient": transient or {}, "update": update})
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clear the output of the notebook's cell (rank 0 only)."""
+        if self.folder is not None:
+            self._send({"clear": True, "wait": wait})
+
+    def _send(self, message: dict[str, object]) -> None:
+        folder: JobFolder = self.folder
+        folder.write_display(self.num_sent, message)
+        print(MARK.format(token=self.token, number=self.num_sent))
+        self.num_sent += 1
+
+
+class RankShell(InteractiveShell):
+    """A shell without a person: no history file and no prompt."""
+
+    display_pub_class = Type(RankDisplayPublisher)
+
+    def enable_matplotlib(self, gui: str | None = None) -> tuple[str, str]:
+        """Ignore `%matplotlib inline` and its like: figures go to the notebook anyway."""
+        return "inline", "inline"
+
+
+def build_shell(module: types.ModuleType, home: Path, folder: JobFolder | None, token: str) -> RankShell:
+    """Make the shell whose variables are those of `module`.
+
+    Args:
+        module: the rank's `__main__`.
+        home: a folder for the files that IPython insists on.
+        folder: where displays go; None prints them as text.
+        token: the secret word of this cell, see `Job.token`.
+    """
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = RankShell.instance(config=config, ipython_dir=str(home), user_module=module, user_ns=module.__dict__)
+    atexit.unregister(shell.atexit_operations)
+    for name in ("exit", "quit", "open"):  # IPython's versions talk to a person; those of Python stay
+        module.__dict__.pop(name, None)
+    publisher = shell.display_pub
+    assert isinstance(publisher, RankDisplayPublisher)
+    publisher.folder, publisher.token = folder, token
+    formatter: Any = shell.display_formatter
+    formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _draw)
+    return shell
+
+
+def show_value(shell: InteractiveShell, value: object) -> None:
+    """Show the value of a cell's last expression as a notebook does."""
+    if value is None:
+        return
+    formatter: Any = shell.display_formatter
+    data, metadata = formatter.format(value)
+    if data:
+        shell.display_pub.publish(data, metadata)
+
+
+def _draw(figure: Any) -> str | bytes | None:
+    from IPython.core.pylabtools import print_figure
+
+    from vlmcourse.notebook.figures import SEEN
+
+    SEEN.add(figure)
+    return print_figure(figure, fmt="png", bbox_inches="tight", base64=True)

@@ -1,0 +1,71 @@
+"""Small sums over all ranks: the few numbers of a step that every rank must agree on.
+
+Enters: plain numbers or tensors of one rank. Leaves: the same on every rank. With one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vlmcourse.parallel.mesh import Ranks
+
+
+def sum_over_ranks(values: Sequence[float | Tensor], ranks: Ranks) -> list[float]:
+    """Add each of `values` over all ranks.
+
+    Args:
+        values: numbers or one-element tensors; the same count, in the same order, on every rank.
+        ranks: this process's place.
+
+    Returns:
+        The sums, equal on all ranks; computed in float64, so counts below 2^53 are exact.
+    Communicates: one all-reduce over all ranks, 8 bytes a value and rank.
+    """
+    return _reduce(values, ranks, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: Sequence[float | Tensor], ranks: Ranks) -> list[float]:
+    """Return the largest of each of `values` over all ranks; otherwise as `sum_over_ranks`."""
+    return _reduce(values, ranks, dist.ReduceOp.MAX)
+
+
+def _reduce(values: Sequence[float | Tensor], ranks: Ranks, op: dist.ReduceOp.RedOpType) -> list[float]:
+    parts = [torch.as_tensor(value, dtype=torch.float64, device=ranks.device).detach() for value in values]
+    numbers = torch.stack(parts)
+    if ranks.world_size > 1:
+        dist.all_reduce(numbers, op=op)
+    return numbers.tolist()
+
+
+def wait_for_all(ranks: Ranks) -> None:
+    """Return when every rank has called this.
+
+    Communicates: one barrier over all ranks.
+    """
+    if ranks.world_size > 1:
+        dist.barrier()
+
+
+def gather_full(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that may be sharded, on the CPU of every rank.
+
+    Args:
+        tensor: a plain tensor, or a `DTensor` of any placement.
+
+    Returns:
+        A detached copy of the full tensor, on CPU.
+    Communicates: one all-gather over the tensor's mesh if it is sharded; every rank must call it.
+    """
+    detached = tensor.detach()
+    whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return whole.to("cpu", copy=True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the piece of a tensor that this rank stores: its shard of a `DTensor`, or all of a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

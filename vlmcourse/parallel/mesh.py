@@ -1,0 +1,159 @@
+"""Who is this process among the ranks, which device is its own, and how do the ranks talk.
+
+Enters: the environment that a launcher sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+Leaves: a `Ranks` value that everything else is handed, and an initialised process group where there is more than one
+rank. There is no module-level state: the process group itself is the only thing kept, by PyTorch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks."""
+
+    rank: int
+    """0 .. world_size - 1, unique in the whole run."""
+    local_rank: int
+    """0 .. ranks on this machine - 1; chooses the GPU."""
+    world_size: int
+    device: torch.device
+    backend: str
+    """nccl, gloo, or none (one process without a process group)."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that writes files and shows progress."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on {self.device} ({self.backend})"
+
+
+def init_ranks(timeout_s: float = 60) -> Ranks:
+    """Join the process group that the environment describes, or stay alone where it describes none.
+
+    With RANK unset this is one process without a group. Calling it again returns the same answer. The cores of the
+    machine are shared between its ranks (OMP_NUM_THREADS wins where it is set). Ranks on 127.0.0.1 talk over the
+    loopback interface only.
+
+    Args:
+        timeout_s: seconds that joining, and later every collective, may take before it raises instead of hanging.
+
+    Returns:
+        This process's `Ranks`: NCCL and one GPU a rank where this machine has a GPU for each of its ranks, else gloo
+        and CPU.
+
+    Raises:
+        RuntimeError: if the environment is incomplete or inconsistent, or the other ranks do not appear in time.
+    Communicates: a rendezvous at MASTER_ADDR:MASTER_PORT; a few hundred bytes a rank.
+    """
+    if "RANK" not in os.environ:
+        _share_cores(1)
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return Ranks(rank=0, local_rank=0, world_size=1, device=device, backend="none")
+
+    rank, world_size = _read_int("RANK"), _read_int("WORLD_SIZE")
+    local_rank = _read_int("LOCAL_RANK", default=rank)
+    num_local_ranks = _read_int("LOCAL_WORLD_SIZE", default=world_size)
+    if not 0 <= rank < world_size or not 0 <= local_rank < num_local_ranks:
+        raise RuntimeError(
+            f"rank {rank}: RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of "
+            f"LOCAL_WORLD_SIZE={num_local_ranks}: a rank must be at least 0 and below its size; "
+            "start the ranks with %%torchrun, vlmcourse train --nproc or torchrun"
+        )
+    device, backend = _choose_device(rank, local_rank, num_local_ranks)
+    _share_cores(num_local_ranks)
+    if not dist.is_initialized():
+        _join_group(rank, world_size, backend, device, timeout_s)
+    return Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=device, backend=backend)
+
+
+def shutdown_ranks() -> None:
+    """Leave the process group; does nothing where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def num_available_cores() -> int:
+    """Return how many CPU cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def _join_group(rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        raise RuntimeError(
+            f"rank {rank}: RANK={rank} is set but MASTER_ADDR={address!r}, MASTER_PORT={port!r}: both must say where "
+            "rank 0 listens; start the ranks with %%torchrun, vlmcourse train --nproc or torchrun"
+        )
+    if address in ("127.0.0.1", "localhost"):
+        _prefer_loopback()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            # CPU tensors (such as the counts and names that a checkpoint exchanges) travel by gloo beside NCCL.
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {rank}: {world_size} ranks did not meet at {address}:{port} within {timeout_s:g} s: all of them "
+            f"must be started, with the same address and a free port (torch says: {error})"
+        ) from error
+
+
+def _choose_device(rank: int, local_rank: int, num_local_ranks: int) -> tuple[torch.device, str]:
+    """Return the device of a rank and the backend that serves it; all ranks of one machine choose alike."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus >= num_local_ranks and dist.is_nccl_available():
+        return torch.device("cuda", local_rank), "nccl"
+    if num_gpus and rank == 0:
+        logger.warning(
+            "%d GPUs for %d ranks on this machine: all ranks run on CPU with gloo", num_gpus, num_local_ranks
+        )
+    return torch.device("cpu"), "gloo"
+
+
+def _share_cores(num_local_ranks: int) -> None:
+    """Give each rank its share of the cores: more threads than cores make every rank slower."""
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, num_available_cores() // num_local_ranks))
+
+
+def _prefer_loopback() -> None:
+    """Keep gloo's sockets off the network, and clear of slow host name look-ups, when all ranks are on this machine."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    if name in (interface for _, interface in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _read_int(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise RuntimeError(
+            f"{name}={text!r} in the environment of a rank: it must be a whole number; start the ranks with "
+            "%%torchrun, vlmcourse train --nproc or torchrun"
+        ) from None

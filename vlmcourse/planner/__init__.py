@@ -1,0 +1,43 @@
+"""Arithmetic before anything runs: how many bytes a plan needs on each rank, and what is wrong with it.
+
+Enters: shapes of a model and of a cluster (`presets.py`) and a `Plan`. Leaves: counts of parameters, bytes by owner,
+traffic, and a verdict. Imports no torch, so it answers in a blink on any machine. Chapter 1 uses all of it.
+"""
+
+from vlmcourse.planner.activations import Workload
+from vlmcourse.planner.hardware import DEVICES, DeviceSpec, get_device
+from vlmcourse.planner.memory import (
+    RESERVED_BYTES,
+    RankMemory,
+    StateBytes,
+    estimate_rank_memory,
+    estimate_state_bytes,
+)
+from vlmcourse.planner.network import Traffic, estimate_step_traffic
+from vlmcourse.planner.plan import Plan
+from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS, Precision
+from vlmcourse.planner.shapes import TowerParams, count_params
+from vlmcourse.planner.validate import Problem, Verdict, check_plan
+
+__all__ = [
+    "DEVICES",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "RESERVED_BYTES",
+    "DeviceSpec",
+    "Plan",
+    "Precision",
+    "Problem",
+    "RankMemory",
+    "StateBytes",
+    "TowerParams",
+    "Traffic",
+    "Verdict",
+    "Workload",
+    "check_plan",
+    "count_params",
+    "estimate_rank_memory",
+    "estimate_state_bytes",
+    "estimate_step_traffic",
+    "get_device",
+]

@@ -1,0 +1,108 @@
+"""What a device can hold and do, as data with sources. An unknown device is an error, never a guess.
+
+Memory is the datasheet's gigabytes taken as 10^9 bytes. Drivers report a few per cent more on A100 and H100 and up to
+one per cent less on small cards, so a plan that needs the last per cent should be measured. FLOP/s are the **dense**
+peaks: vendors print twice as much for sparse matrices, which training does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator."""
+
+    name: str
+    memory_bytes: int
+    dense_flop_per_s: Mapping[str, float]
+    """Peak by dtype (fp32, tf32, fp16, bf16, fp8); a dtype that is missing has no fast hardware path."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To the other devices of its node, one direction; for a card without NVLink, its PCIe slot."""
+    source: str
+
+    def peak_flop_per_s(self, dtype: str) -> float:
+        """Return the dense peak in FLOP/s for a dtype.
+
+        Raises:
+            ValueError: if this device has no hardware path for that dtype.
+        """
+        if dtype not in self.dense_flop_per_s:
+            have = ", ".join(self.dense_flop_per_s)
+            raise ValueError(f"{self.name} has no hardware path for {dtype!r}: choose one of {have}")
+        return self.dense_flop_per_s[dtype]
+
+    def supports(self, dtype: str) -> bool:
+        """Tell whether the device computes in this dtype natively."""
+        return dtype in self.dense_flop_per_s
+
+
+def _spec(
+    name: str, memory_gb: int, memory_gb_per_s: float, link_gb_per_s: float, source: str, **tera_flop_per_s: float
+) -> DeviceSpec:
+    """Build a `DeviceSpec` from a datasheet's units: GB, GB/s and TFLOP/s."""
+    return DeviceSpec(
+        name=name,
+        memory_bytes=memory_gb * GB,
+        dense_flop_per_s=MappingProxyType({dtype: peak * TERA for dtype, peak in tera_flop_per_s.items()}),
+        memory_bytes_per_s=memory_gb_per_s * GB,
+        link_bytes_per_s=link_gb_per_s * GB,
+        source=source,
+    )
+
+
+DEVICES: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        _spec("t4-16", 16, 320, 16, "NVIDIA T4 datasheet", fp32=8.1, fp16=65),
+        _spec("v100-32", 32, 900, 150, "NVIDIA V100 SXM2 datasheet", fp32=15.7, fp16=125),
+        _spec("l4-24", 24, 300, 32, "NVIDIA L4 datasheet, halved from sparse", fp32=30.3, fp16=121, bf16=121, fp8=242),
+        _spec("a100-40", 40, 1555, 300, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
+        _spec("a100-80", 80, 2039, 300, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
+        _spec(
+            "h100",
+            80,
+            3350,
+            450,
+            "NVIDIA H100 SXM datasheet, halved from sparse",
+            fp32=67,
+            tf32=494.5,
+            fp16=989.5,
+            bf16=989.5,
+            fp8=1979,
+        ),
+        _spec(
+            "h200",
+            141,
+            4800,
+            450,
+            "NVIDIA H200 SXM datasheet, halved from sparse",
+            fp32=67,
+            tf32=494.5,
+            fp16=989.5,
+            bf16=989.5,
+            fp8=1979,
+        ),
+    )
+}
+
+
+def get_device(name: str) -> DeviceSpec:
+    """Return a device by name.
+
+    Raises:
+        ValueError: if the device is not known; the message names the nearest.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    near = difflib.get_close_matches(name, DEVICES, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(DEVICES)}, or pass a DeviceSpec"
+    raise ValueError(f"There is no device {name!r}: {hint}")

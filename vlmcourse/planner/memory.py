@@ -1,0 +1,205 @@
+"""Bytes of one rank by owner: the training state exactly, activations and working memory by stated estimates.
+
+Enters: parameter counts (`shapes.py`), a `Plan`, a workload. Leaves: `StateBytes` and `RankMemory`. Chapter 1 sets
+these numbers against what `monitor.ledger` measures. GB is 10^9 bytes here, GiB 2^30.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from vlmcourse.planner import shapes
+from vlmcourse.planner.activations import Workload, estimate_activation_bytes
+from vlmcourse.planner.plan import Plan
+from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS
+from vlmcourse.presets import VLMShape
+
+GB = 10**9
+
+RESERVED_BYTES = 2 * 2**30
+"""Kept free on every device for what this arithmetic does not count: the CUDA context, NCCL's and cuBLAS's buffers,
+gradient buckets, fragmentation. The size is this course's allowance, not a measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Training state that a rank keeps between steps, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Moments and, in mixed precision, the fp32 master copy of the weights."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What the fullest rank needs, by owner, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Whole weights and gradients that ZeRO-3 holds while a layer is at work."""
+    activations: int
+    reserved: int = RESERVED_BYTES
+    host_optimizer: int = 0
+    """Optimizer state of this rank that lives in the node's main memory, not on the device."""
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer state on the device."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def device_total(self) -> int:
+        """Everything that must fit in the device's memory."""
+        return self.state + self.gathered + self.activations + self.reserved
+
+    def by_owner(self) -> dict[str, int]:
+        """Return the owners on the device and their bytes."""
+        owners = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del owners["host_optimizer"]
+        return owners
+
+    def __str__(self) -> str:
+        """Show the owners that hold something, in GB."""
+        return ", ".join(f"{name} {size / GB:.1f}" for name, size in self.by_owner().items() if size) + " GB"
+
+
+def estimate_state_bytes(
+    num_params: int,
+    *,
+    precision: str = "bf16_mixed",
+    optimizer: str = "adamw",
+    zero_stage: int = 0,
+    shard_degree: int = 1,
+    trainable: bool = True,
+) -> StateBytes:
+    """Count the training state of one rank.
+
+    Args:
+        num_params: parameters of the model, or of the part of it that this rank's group holds.
+        precision: a name in `PRECISIONS`.
+        optimizer: a name in `OPTIMIZERS`.
+        zero_stage: 0 splits nothing, 1 the optimizer state, 2 gradients too, 3 weights too.
+        shard_degree: ranks that split it.
+        trainable: False for frozen parameters, which have weights only.
+
+    Returns:
+        Bytes on the fullest rank (uneven splits round up).
+
+    Raises:
+        ValueError: for an unknown name or a number out of range.
+
+    Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", figure 1:
+    7.5e9 parameters on 64 ranks need 120, 31.4, 16.6 and 1.9 GB in stages 0 to 3.
+    """
+    if num_params < 0 or shard_degree < 1:
+        raise ValueError(f"num_params = {num_params}, shard_degree = {shard_degree}: need 0 or more, and 1 or more")
+    if zero_stage not in range(4):
+        raise ValueError(f"zero_stage = {zero_stage!r}: must be 0, 1, 2 or 3")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision = {precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer = {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+    recipe = PRECISIONS[precision]
+    shard = -(-num_params // shard_degree)
+    weights = (shard if zero_stage >= 3 else num_params) * recipe.weight_bytes
+    if not trainable:
+        return StateBytes(weights=weights, gradients=0, optimizer=0)
+    return StateBytes(
+        weights=weights,
+        gradients=(shard if zero_stage >= 2 else num_params) * recipe.gradient_bytes,
+        optimizer=(shard if zero_stage >= 1 else num_params) * (recipe.master_bytes + OPTIMIZERS[optimizer]),
+    )
+
+
+def estimate_rank_memory(plan: Plan, model: VLMShape, workload: Workload | None = None) -> RankMemory:
+    """Estimate what the fullest rank of a plan needs.
+
+    Args:
+        plan: how the ranks share the work.
+        model: the model's shape.
+        workload: tokens and tiles of a sample; the default is 2048 tokens and one tile.
+
+    Returns:
+        Bytes by owner of the pipeline stage that needs most.
+    """
+    workload = workload or Workload()
+    stages = [_estimate_stage(plan, model, workload, stage) for stage in range(plan.pp)]
+    return max(stages, key=lambda memory: memory.device_total)
+
+
+def _estimate_stage(plan: Plan, model: VLMShape, workload: Workload, stage: int) -> RankMemory:
+    """Estimate one rank of one pipeline stage."""
+    state = StateBytes(weights=0, gradients=0, optimizer=0)
+    for tower, num_params in local_params(plan, model, stage).items():
+        state += estimate_state_bytes(
+            num_params,
+            precision=plan.precision,
+            optimizer=plan.optimizer,
+            zero_stage=plan.zero_stage,
+            shard_degree=plan.dp_shard,
+            trainable=tower not in plan.frozen,
+        )
+    return RankMemory(
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=0 if plan.offload_optimizer else state.optimizer,
+        host_optimizer=state.optimizer if plan.offload_optimizer else 0,
+        gathered=_gathered_bytes(plan, model) if plan.zero_stage == 3 and plan.dp_shard > 1 else 0,
+        activations=estimate_activation_bytes(plan, model, workload, stage),
+    )
+
+
+def local_params(plan: Plan, model: VLMShape, stage: int) -> dict[str, int]:
+    """Count the parameters of each tower that one rank's data-parallel group holds, before any ZeRO sharding.
+
+    Tensor parallelism is taken to split the whole language tower; its norms, which every rank keeps, are under
+    0.01 % of it. The projector is never split. Vision and projector stand on pipeline stage 0.
+
+    Args:
+        plan: how the ranks share the work.
+        model: the model's shape.
+        stage: pipeline stage, from 0.
+    """
+    params, language = shapes.count_params(model), model.language
+    held = -(-language.num_layers // plan.pp) * shapes.count_language_layer_params(language)
+    if stage == 0:
+        held += shapes.count_embedding_params(language)
+    if stage == plan.pp - 1:
+        held += shapes.count_head_params(language)
+        if language.tied_embeddings and plan.pp > 1:
+            held += shapes.count_embedding_params(language)  # the last stage needs a copy to tie to
+    return {
+        "vision": -(-params.vision // plan.vision_tp) if stage == 0 else 0,
+        "projector": params.projector if stage == 0 else 0,
+        "language": -(-held // plan.tp),
+    }
+
+
+def _gathered_bytes(plan: Plan, model: VLMShape) -> int:
+    """Estimate ZeRO-3's working memory: the unit at work and the one prefetched, and one whole gradient.
+
+    A unit is what is gathered at once: a layer, the embedding or the output matrix. Taken at the largest unit.
+    """
+    language = model.language
+    unit = max(
+        -(-shapes.count_language_layer_params(language) // plan.tp),
+        -(-shapes.count_embedding_params(language) // plan.tp),
+        -(-shapes.count_vision_layer_params(model.vision) // plan.vision_tp),
+    )
+    return unit * (2 * plan.recipe.compute_bytes + plan.recipe.gradient_bytes)

@@ -1,0 +1,188 @@
+"""Is a plan possible for this model on this cluster? Every problem is listed, with a code and what to change.
+
+Enters: a `Plan`, a model shape, a cluster, a workload. Leaves: a `Verdict`. Speed is not judged here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcourse.planner.activations import Workload
+from vlmcourse.planner.hardware import DeviceSpec, get_device
+from vlmcourse.planner.memory import GB, RankMemory, estimate_rank_memory
+from vlmcourse.planner.plan import Plan
+from vlmcourse.presets import Cluster, VLMShape
+
+CODES = (
+    "ranks",
+    "sharding",
+    "heads",
+    "kv_heads",
+    "hidden",
+    "mlp",
+    "layers",
+    "vision_tp",
+    "vision_heads",
+    "vision_hidden",
+    "vision_mlp",
+    "tp_nodes",
+    "precision",
+    "memory",
+    "host_memory",
+)
+"""Every code that a `Problem` may carry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One reason why a plan cannot be run."""
+
+    code: str
+    """One of `CODES`."""
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What `check_plan` found."""
+
+    problems: tuple[Problem, ...]
+    memory: RankMemory
+    """What the fullest rank needs."""
+    available_bytes: int
+    """What one device has."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan can be run."""
+        return not self.problems
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the problems."""
+        return tuple(problem.code for problem in self.problems)
+
+    def __str__(self) -> str:
+        """Show the memory of the fullest rank and every problem."""
+        used = self.memory.device_total
+        head = f"a rank needs {used / GB:.1f} of {self.available_bytes / GB:.1f} GB ({self.memory})"
+        if self.ok:
+            return f"possible: {head}"
+        lines = "\n".join(f"  - [{problem.code}] {problem.message}" for problem in self.problems)
+        return f"not possible: {head}\n{lines}"
+
+
+def check_plan(plan: Plan, model: VLMShape, cluster: Cluster, workload: Workload | None = None) -> Verdict:
+    """Check a plan against a model and a cluster and list everything that is wrong.
+
+    Args:
+        plan: how the ranks share the work.
+        model: the model's shape.
+        cluster: the machines; its device must be a name in `planner.hardware.DEVICES`.
+        workload: tokens and tiles of a sample; the default is 2048 tokens and one tile.
+
+    Returns:
+        The verdict; `verdict.ok` says whether the plan can be run.
+
+    Raises:
+        TypeError: if `plan` is not a `Plan`.
+        ValueError: if the cluster's device is not known.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"check_plan needs a Plan, not {type(plan).__name__}: build one with Plan(dp_shard=...)")
+    device = get_device(cluster.device)
+    memory = estimate_rank_memory(plan, model, workload)
+    problems = [
+        *_rank_problems(plan, cluster),
+        *_division_problems(plan, model),
+        *_precision_problems(plan, device),
+        *_memory_problems(plan, memory, cluster, device),
+    ]
+    return Verdict(problems=tuple(problems), memory=memory, available_bytes=device.memory_bytes)
+
+
+def _rank_problems(plan: Plan, cluster: Cluster) -> list[Problem]:
+    """Check that the plan uses every rank and splits state where it says it does."""
+    found = []
+    if plan.num_ranks != cluster.num_devices:
+        product = f"{plan.dp_replicate} x {plan.dp_shard} x {plan.tp} x {plan.pp} = {plan.num_ranks}"
+        found.append(
+            Problem(
+                code="ranks",
+                message=f"dp_replicate x dp_shard x tp x pp = {product}, but {cluster.name} has {cluster.num_nodes} x "
+                f"{cluster.devices_per_node} = {cluster.num_devices} devices: make the product equal to that",
+            )
+        )
+    if plan.zero_stage == 0 and plan.dp_shard > 1:
+        message = f"zero_stage=0 splits nothing, but dp_shard={plan.dp_shard}: raise zero_stage, or use dp_replicate"
+        found.append(Problem(code="sharding", message=message))
+    if plan.zero_stage > 0 and plan.dp_shard == 1:
+        message = f"zero_stage={plan.zero_stage} splits over dp_shard=1 rank, which is nothing: raise dp_shard"
+        found.append(Problem(code="sharding", message=message))
+    if plan.tp > 1 and cluster.devices_per_node % plan.tp:
+        message = (
+            f"tp={plan.tp} groups cross nodes of {cluster.devices_per_node} devices: tensor parallelism talks in every "
+            "layer, so choose a tp that divides the devices of one node"
+        )
+        found.append(Problem(code="tp_nodes", message=message))
+    return found
+
+
+def _division_problems(plan: Plan, model: VLMShape) -> list[Problem]:
+    """Check that tensor and pipeline degrees divide what they split."""
+    language, vision = model.language, model.vision
+    checks = [
+        ("heads", "tp", plan.tp, language.num_heads, "query heads", "lower tp"),
+        ("kv_heads", "tp", plan.tp, language.num_kv_heads, "key/value heads", "lower tp"),
+        ("hidden", "tp", plan.tp, language.hidden_size, "as the language width", "lower tp"),
+        ("mlp", "tp", plan.tp, language.mlp_size, "as the language MLP width", "lower tp"),
+        ("layers", "pp", plan.pp, language.num_layers, "language layers", "choose a pp that does"),
+        ("vision_heads", "vision_tp", plan.vision_tp, vision.num_heads, "vision heads", "set vision_tp=1"),
+        ("vision_hidden", "vision_tp", plan.vision_tp, vision.hidden_size, "as the vision width", "set vision_tp=1"),
+        ("vision_mlp", "vision_tp", plan.vision_tp, vision.mlp_size, "as the vision MLP width", "set vision_tp=1"),
+    ]
+    found = [
+        Problem(code=code, message=f"{name}={degree} does not divide {size} {what}: {advice}")
+        for code, name, degree, size, what, advice in checks
+        if size % degree
+    ]
+    if plan.vision_tp not in (1, plan.tp):
+        message = f"vision_tp={plan.vision_tp} with tp={plan.tp}: must be 1 or equal to tp"
+        found.append(Problem(code="vision_tp", message=message))
+    return found
+
+
+def _precision_problems(plan: Plan, device: DeviceSpec) -> list[Problem]:
+    """Check that the device computes in the plan's dtype."""
+    dtype = plan.recipe.compute_dtype
+    if device.supports(dtype):
+        return []
+    message = f"precision={plan.precision!r} computes in {dtype}, which {device.name} does not: use fp16_mixed or fp32"
+    return [Problem(code="precision", message=message)]
+
+
+def _memory_problems(plan: Plan, memory: RankMemory, cluster: Cluster, device: DeviceSpec) -> list[Problem]:
+    """Check that the fullest rank fits its device and that offloaded state fits the node."""
+    found = []
+    if memory.device_total > device.memory_bytes:
+        owner = max(memory.by_owner(), key=lambda name: memory.by_owner()[name])
+        advice = {
+            "activations": "checkpoint activations, lower micro_batch_size, or raise tp",
+            "weights": "split the weights (zero_stage=3 over dp_shard, tp or pp)",
+            "gradients": "split the gradients (zero_stage of 2 or more over dp_shard)",
+            "optimizer": "split the optimizer state over more ranks, make it smaller, or move it off the device",
+        }.get(owner, "choose a model or a device of another size")
+        message = (
+            f"does not fit: a rank needs {memory.device_total / GB:.1f} GB and {device.name} has "
+            f"{device.memory_bytes / GB:.1f} GB ({memory}): {advice}"
+        )
+        found.append(Problem(code="memory", message=message))
+    node_bytes = memory.host_optimizer * cluster.devices_per_node
+    if node_bytes > cluster.host_memory_bytes:
+        message = (
+            f"offload_optimizer puts {cluster.devices_per_node} x {memory.host_optimizer / GB:.1f} = "
+            f"{node_bytes / GB:.1f} GB in a node's main memory, which has {cluster.host_memory_bytes / GB:.1f} GB: "
+            "split the optimizer state over more ranks, or keep it on the devices in a smaller form"
+        )
+        found.append(Problem(code="host_memory", message=message))
+    return found

@@ -1,0 +1,24 @@
+"""Every figure of the course: result objects in, matplotlib figures out, one message each.
+
+A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
+By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees).
+"""
+
+from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
+from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
+from vlmcourse.plots.samples import plot_conversations, plot_tokens
+from vlmcourse.plots.style import COLOURS
+from vlmcourse.plots.training import plot_losses, plot_training
+
+__all__ = [
+    "COLOURS",
+    "plot_collectives",
+    "plot_conversations",
+    "plot_gathered_weights",
+    "plot_ledgers",
+    "plot_losses",
+    "plot_memory_over_ranks",
+    "plot_state",
+    "plot_tokens",
+    "plot_training",
+]

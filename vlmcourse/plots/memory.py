@@ -1,0 +1,123 @@
+"""Figures of training state: bytes by owner, by rank and by number of ranks. GB is 10^9 bytes, MB 10^6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from vlmcourse.monitor.ledger import Ledger
+from vlmcourse.planner import StateBytes
+from vlmcourse.plots.style import COLOURS, GB, MB, OWNERS, add_owner_legend, new_figure, stack_bars
+
+
+def plot_state(states: Mapping[str, StateBytes], device_bytes: Mapping[str, int], title: str) -> Figure:
+    """Draw training state by owner, one bar a case, against the memory of devices.
+
+    Args:
+        states: bytes by the name of the case, drawn from top to bottom.
+        device_bytes: memory by the name of the device; drawn as lines.
+        title: the message.
+
+    Returns:
+        A figure of horizontal bars in GB.
+    """
+    figure, axes = new_figure(1.5 + 0.5 * len(states))
+    for name, size in device_bytes.items():
+        axes.axvline(size / GB, color="black", ls="--", lw=1)
+        axes.text(size / GB, -0.62, name, ha="center", va="bottom", fontsize=9)
+    for row, state in enumerate(states.values()):
+        sizes = {owner: getattr(state, owner) / GB for owner in OWNERS}
+        end = stack_bars(axes, row, sizes, horizontal=True, height=0.6)
+        start = 0.0
+        for owner, size in sizes.items():
+            ink = "white" if owner == "weights" else "black"
+            axes.text(start + size / 2, row, f"{size:.0f}", ha="center", va="center", color=ink, weight="bold")
+            start += size
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(1.01 * end, row, f"{end:.0f} GB", va="center", weight="bold", bbox=box)
+    longest = max(state.total for state in states.values()) / GB
+    axes.set(
+        yticks=range(len(states)),
+        yticklabels=list(states),
+        ylim=(len(states) - 0.5, -0.65),
+        xlim=(0, 1.12 * max(longest, *(size / GB for size in device_bytes.values()))),
+        xlabel="training state (GB)",
+    )
+    axes.set_title(title, pad=16)
+    axes.spines[["top", "right"]].set_visible(False)
+    add_owner_legend(axes, OWNERS, loc="upper right")
+    return figure
+
+
+def plot_ledgers(measured: Mapping[str, Sequence[Ledger]], estimated: Mapping[str, StateBytes]) -> Figure:
+    """Draw the state that every rank stores under each strategy, estimated next to measured.
+
+    Args:
+        measured: one ledger a rank, by strategy.
+        estimated: bytes of the fullest rank, by strategy.
+
+    Returns:
+        A figure with a pair of bars for each rank, in MB: hatched for the estimate, plain for the measurement.
+    """
+    figure, axes = new_figure(3.6)
+    places: list[float] = []
+    labels: list[str] = []
+    place, highest = 0.0, 0.0
+    for strategy, ledgers in measured.items():
+        for rank, ledger in enumerate(ledgers):
+            plan = {owner: getattr(estimated[strategy], owner) / MB for owner in OWNERS}
+            real = {owner: getattr(ledger, f"{owner}_bytes") / MB for owner in OWNERS}
+            stack_bars(axes, place - 0.21, plan, horizontal=False, width=0.38, hatch="///", alpha=0.55)
+            top = stack_bars(axes, place + 0.21, real, horizontal=False, width=0.38)
+            for shift, height in ((-0.21, sum(plan.values())), (0.21, top)):
+                axes.text(place + shift, height, f"{height:.2f}", ha="center", va="bottom", fontsize=9)
+            places.append(place)
+            labels.append(f"{strategy}\nrank {rank}")
+            place, highest = place + 1, max(highest, top)
+        place += 0.4
+    axes.set(
+        xticks=places,
+        xticklabels=labels,
+        ylabel="training state on this rank (MB)",
+        title="What each rank stores: estimated (hatched) and measured (plain)",
+        ylim=(0, 1.15 * highest),
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    add_owner_legend(axes, OWNERS, loc="upper right")
+    return figure
+
+
+def plot_memory_over_ranks(
+    models: Mapping[str, Mapping[str, Sequence[float]]], num_ranks: Sequence[int], device_bytes: Mapping[str, int]
+) -> Figure:
+    """Draw the state of one rank over the number of ranks, one panel a model and one line a strategy.
+
+    Args:
+        models: by the name of the model and of the strategy, bytes of one rank for each of `num_ranks`.
+        num_ranks: the horizontal axis (logarithmic, base 2).
+        device_bytes: memory by the name of the device; drawn as lines.
+
+    Returns:
+        A figure in GB, logarithmic.
+    """
+    figure, panels = new_figure(3.9, 1, len(models), sharey=True, squeeze=False)
+    styles = (("o", "-"), ("s", "--"), ("^", "-."), ("D", "-"))
+    colours = (COLOURS["idle"], COLOURS["optimizer"], COLOURS["gradients"], COLOURS["weights"])
+    for axes, (model, strategies) in zip(panels[0], models.items(), strict=True):
+        for (strategy, sizes), colour, (marker, line) in zip(strategies.items(), colours, styles, strict=False):
+            axes.plot(num_ranks, [size / GB for size in sizes], marker=marker, ls=line, color=colour, label=strategy)
+        for name, size in device_bytes.items():
+            axes.axhline(size / GB, color="black", ls=":", lw=1.2)
+            axes.text(num_ranks[-1], size / GB, f"{name}", ha="right", va="bottom", fontsize=8)
+        axes.set(title=model, xlabel="data-parallel ranks")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=10)
+        axes.set_xticks(list(num_ranks), [str(number) for number in num_ranks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.grid(alpha=0.25)
+    panels[0][0].set_ylabel("training state of one rank (GB)")
+    panels[0][0].legend(frameon=False, loc="lower left")
+    return figure

@@ -1,0 +1,153 @@
+"""Save and load weights, optimizer state and progress, so that a stopped run goes on with the same losses.
+
+Enters: a model under any strategy. Leaves: `checkpoints/step_000100/` with PyTorch's distributed checkpoint (every rank
+writes its shards), `meta.json` beside it, and the file `checkpoints/latest` that names the newest. A checkpoint holds
+tensors by name and not by rank, so it also loads on another number of ranks or under another strategy. It is written
+under another name and renamed when complete: a kill at any moment leaves the previous one in use.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from vlmcourse.parallel.comm import wait_for_all
+from vlmcourse.parallel.mesh import Ranks
+
+logger = logging.getLogger(__name__)
+META_NAME, POINTER_NAME = "meta.json", "latest"
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    ranks: Ranks,
+    meta: Mapping[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write one checkpoint and make it the latest.
+
+    Args:
+        folder: the run's `checkpoints` folder, on a disk that all ranks share.
+        step: optimizer steps done.
+        model: under any strategy.
+        optimizer: the model's; every trainable parameter has had a step.
+        ranks: this process's place; all ranks must call this.
+        meta: what else to keep, as JSON.
+        keep: how many checkpoints stay, the new one among them.
+
+    Returns:
+        The checkpoint's folder.
+    Communicates: barriers, and the few kilobytes with which the ranks agree who writes what.
+    """
+    final = folder / f"step_{step:06d}"
+    partial = final.with_suffix(".partial")
+    if ranks.is_main:
+        shutil.rmtree(partial, ignore_errors=True)  # from a save that was killed
+        partial.mkdir(parents=True)
+    wait_for_all(ranks)
+    weights, moments = get_state_dict(model, optimizer)
+    with _quiet_single(ranks):
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=ranks.world_size == 1)
+    if ranks.is_main:
+        _write_durably(partial / META_NAME, json.dumps({**meta, "step": step}, indent=2))
+        _replace_folder(partial, final)
+        _write_durably(folder / POINTER_NAME, final.name)
+        _remove_old(folder, keep)
+    wait_for_all(ranks)
+    return final
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Overwrite weights and optimizer state with those of a checkpoint.
+
+    Args:
+        path: a checkpoint's folder.
+        model: the same architecture and frozen towers, under any strategy and number of ranks.
+        optimizer: the model's.
+        ranks: this process's place; all ranks must call this.
+    Communicates: the few kilobytes with which the ranks agree who reads what.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    with _quiet_single(ranks):
+        dcp.load(state, checkpoint_id=path, no_dist=ranks.world_size == 1)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `path` means: itself, or the latest in a run's or a `checkpoints` folder.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    for folder in (path, path / "checkpoints"):
+        if (folder / META_NAME).is_file():
+            return folder
+        pointer = folder / POINTER_NAME
+        if pointer.is_file():
+            named = folder / pointer.read_text(encoding="utf-8").strip()
+            for whole in (named, named.with_suffix(".old")):  # .old: a kill came while the same step was saved again
+                if (whole / META_NAME).is_file():
+                    return whole
+    raise FileNotFoundError(
+        f"There is no checkpoint in {str(path)!r}: give the folder of a run that saved one (train.checkpoint_every), "
+        "or start without resuming"
+    )
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Return what was kept beside a checkpoint's tensors; `step` is always there."""
+    return json.loads((path / META_NAME).read_text(encoding="utf-8"))
+
+
+def _replace_folder(new: Path, final: Path) -> None:
+    """Rename `new` to `final`; an earlier `final` is moved away first and removed last."""
+    if final.exists():
+        old = final.with_suffix(".old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        new.rename(final)
+        shutil.rmtree(old)
+    else:
+        new.rename(final)
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    whole = sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{6,}", path.name))
+    for path in sorted(whole, key=lambda p: int(p.name[5:]))[:-keep]:
+        shutil.rmtree(path)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    """Write a small file so that it holds the old text or the new at any moment, even if the power fails."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+@contextmanager
+def _quiet_single(ranks: Ranks) -> Iterator[None]:
+    """Hide the remark that one process saves alone: it is meant so."""
+    with warnings.catch_warnings():
+        if ranks.world_size == 1:
+            warnings.filterwarnings("ignore", message=".*assum.*single process.*")
+        yield

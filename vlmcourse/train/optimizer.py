@@ -1,0 +1,106 @@
+"""AdamW with a learning rate a tower, warm-up and cosine decay, and clipping by the true global norm.
+
+Enters: a model (plain, DDP or FSDP2) whose towers are called vision, projector and language. Frozen towers get no
+gradient, no optimizer state and no group here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vlmcourse.config import TOWERS, OptimizerConfig
+from vlmcourse.parallel.apply import unwrap
+
+
+def freeze_towers(model: nn.Module, towers: Iterable[str]) -> None:
+    """Switch off gradients of the named towers; call it before the model is distributed."""
+    for tower in towers:
+        model.get_submodule(tower).requires_grad_(False)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Build AdamW over the trainable parameters, two groups a tower: with weight decay (matrices) and without.
+
+    Args:
+        model: already distributed, so that moments are made for shards where weights are shards.
+        config: rates by tower, decay and betas.
+
+    Returns:
+        The optimizer; each group also holds `tower` and `base_lr`, which `set_learning_rates` scales.
+
+    Raises:
+        ValueError: if nothing is trainable.
+    """
+    groups = []
+    for tower in TOWERS:
+        trainable = [(n, p) for n, p in unwrap(model).get_submodule(tower).named_parameters() if p.requires_grad]
+        base_lr = getattr(config, f"lr_{tower}")
+        for decay in (True, False):
+            parameters = [p for name, p in trainable if is_decayed(name, p) == decay]
+            if parameters:
+                weight_decay = config.weight_decay if decay else 0.0
+                group = {"params": parameters, "lr": base_lr, "weight_decay": weight_decay}
+                groups.append(group | {"tower": tower, "base_lr": base_lr})
+    if not groups:
+        raise ValueError("every tower is frozen: nothing would train; leave one out of model.freeze")
+    # The fused kernel updates all tensors of a group in one call: many small tensors otherwise cost more time in Python
+    # than in arithmetic.
+    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return whether weight decay applies: to matrices, not to norms, biases, or class and position embeddings."""
+    return parameter.ndim >= 2 and "position" not in name and "class" not in name
+
+
+def learning_rate_scale(step: int, num_steps: int, warmup_steps: int, min_lr_fraction: float) -> float:
+    """Return what every learning rate is multiplied by in one step.
+
+    Args:
+        step: 0 .. num_steps - 1.
+        num_steps: optimizer steps of the whole run.
+        warmup_steps: steps of linear rise; the first step already has 1 / warmup_steps.
+        min_lr_fraction: where the cosine ends, after `num_steps`.
+
+    Returns:
+        A factor from 0 to 1; a function of the step alone, so a resumed run needs no scheduler state.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    return min_lr_fraction + (1 - min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> dict[str, float]:
+    """Set each group's rate to its tower's base rate x `scale`; return the rates by tower."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * scale
+    return {group["tower"]: group["lr"] for group in optimizer.param_groups}
+
+
+@torch.no_grad()
+def clip_global_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale all gradients down so that the norm over all of them is at most `max_norm`.
+
+    Call it once a step, after the last micro-batch's gradients were exchanged: clipping parts would clip differently.
+
+    Args:
+        parameters: of the whole model; frozen ones have no gradient and do not count.
+        max_norm: the limit; 0 measures only.
+
+    Returns:
+        The L2 norm of the whole gradient before clipping, equal on every rank and under every strategy.
+    Communicates: where gradients are shards, all-reduces of 4 bytes to add up the ranks' squares.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)

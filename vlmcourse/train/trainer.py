@@ -1,0 +1,280 @@
+"""The training loop: samples in, a trained model and a `TrainResult` out, the same numbers under every strategy.
+
+One process runs one `Trainer`; with several ranks, all of them run the same lines at the same time. Read `train_step`
+for what an optimizer step is and `fit` for what a run is; everything else is set-up. Chapters 1 to 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vlmcourse
+from vlmcourse.config import TrainConfig, check_world_size
+from vlmcourse.data import build_dataset
+from vlmcourse.data.collate import Collator
+from vlmcourse.data.sampler import GlobalBatchSampler
+from vlmcourse.data.samples import Batch, Sample
+from vlmcourse.data.tokenizer import load_tokenizer
+from vlmcourse.models.hf import load_hf_folder
+from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
+from vlmcourse.parallel.apply import apply_strategy
+from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
+from vlmcourse.parallel.mesh import Ranks, init_ranks
+from vlmcourse.presets import get_model
+from vlmcourse.train.accumulate import accumulate_gradients
+from vlmcourse.train.checkpoint import find_checkpoint, load_checkpoint, read_meta, save_checkpoint
+from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
+from vlmcourse.train.optimizer import (
+    build_optimizer,
+    clip_global_norm,
+    freeze_towers,
+    learning_rate_scale,
+    set_learning_rates,
+)
+from vlmcourse.train.report import RunReport, StepReport, TrainResult, run_folder
+from vlmcourse.train.seed import seed_step
+
+logger = logging.getLogger(__name__)
+EVAL_BATCH_SIZE = 64
+"""Questions that one rank answers at a time."""
+HARMLESS_CHANGES = (
+    *("name", "output_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("micro_batch_size", "accumulation_steps"),
+)
+"""Keys that change no loss at a resume (the last two as long as their product with the number of ranks stays)."""
+
+
+class Trainer:
+    """Trains a model as a `TrainConfig` says, on one process or on all ranks together."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks | None = None,
+        *,
+        model: VLM | None = None,
+        train_data: Sequence[Sample] | None = None,
+        eval_data: Sequence[Sample] | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        """Build model, data and optimizer and distribute them over the ranks.
+
+        Args:
+            config: the run.
+            ranks: this process's place; by default what `init_ranks` finds in the environment.
+            model: train this one instead of building `config.model`; rank 0's weights win.
+            train_data: samples to use instead of `config.data`; the same on every rank.
+            eval_data: held-out samples to use instead of `config.data`; the same on every rank.
+            show_progress: whether rank 0 shows a progress bar on stdout.
+
+        Raises:
+            ValueError: if the configuration cannot be used, or not with this number of ranks.
+            RuntimeError: if the strategy turned out not to be what its name says.
+        Communicates: what `apply_strategy` does.
+        """
+        self.config = config
+        self.ranks = ranks if ranks is not None else init_ranks()
+        check_world_size(config.parallel.strategy, self.ranks.world_size)
+        plain = model if model is not None else _build_plain_model(config)
+        self.shape = plain.shape
+        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        self.collator = Collator(
+            self.tokenizer, self.shape, config.data.max_seq_len, max_tiles_per_image=config.data.max_tiles_per_image
+        )
+        self.train_data = train_data if train_data is not None else build_dataset(config, "train")
+        self.eval_data = eval_data if eval_data is not None else build_dataset(config, "heldout")
+        # Every rank of these strategies works on samples of its own, so the data-parallel degree is the world size.
+        self.global_batch_size = config.train.micro_batch_size * config.train.accumulation_steps * self.ranks.world_size
+        self.sampler = GlobalBatchSampler(len(self.train_data), self.global_batch_size, config.run.seed)
+        freeze_towers(plain, config.model.freeze)
+        self.model = apply_strategy(plain, config.parallel, self.ranks)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.step = 0
+        """Optimizer steps done."""
+        self.before_update: list[Callable[[Trainer], None]] = []
+        """Called once a step on every rank, when gradients are exchanged and clipped but weights not yet updated."""
+        self.after_step: list[Callable[[Trainer, StepReport], None]] = []
+        """Called at the end of every step on every rank."""
+        self._show_progress = show_progress
+
+    def load_step(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of optimizer step `step` (from 0), on CPU."""
+        accumulation_steps = self.config.train.accumulation_steps
+        batches = []
+        for m in range(accumulation_steps):
+            indices = self.sampler.micro_batch(
+                step, m, accumulation_steps, dp_rank=self.ranks.rank, dp_degree=self.ranks.world_size
+            )
+            batches.append(self.collator([self.train_data[i] for i in indices]))
+        return batches
+
+    def train_step(self) -> StepReport:
+        """Make one optimizer step.
+
+        Returns:
+            What happened, the same numbers on every rank.
+        Communicates: see `accumulate_gradients` and `clip_global_norm`.
+        """
+        started_s = time.perf_counter()
+        config = self.config.train
+        seed_step(self.config.run.seed, self.step, self.ranks.rank)
+        self.model.train()
+        batches = self.load_step(self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        done = accumulate_gradients(self.model, batches, self.ranks, config.precision)
+        grad_norm = clip_global_norm(self.model.parameters(), config.max_grad_norm)
+        scale = learning_rate_scale(
+            self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
+        )
+        learning_rates = set_learning_rates(self.optimizer, scale)
+        for hook in self.before_update:
+            hook(self)
+        self.optimizer.step()
+        self.step += 1
+        seconds = time.perf_counter() - started_s
+        report = StepReport(self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds)
+        for after in self.after_step:
+            after(self, report)
+        return report
+
+    def fit(self) -> TrainResult:
+        """Train from the present step to the last; log, evaluate and save on the way.
+
+        Returns:
+            The result, the same on every rank except for `history`, which rank 0 alone has after a resume.
+
+        Raises:
+            ValueError: if no step is left to make.
+        """
+        config = self.config.train
+        if self.step >= config.num_steps:
+            raise ValueError(
+                f"train.num_steps = {config.num_steps}, but {self.step} steps are done: nothing is left; raise it"
+            )
+        started_s, train_seconds = time.perf_counter(), 0.0
+        throughput, losses, exact = Throughput(), [], ExactMatch(0, 0)
+        report = RunReport(self.config, self.ranks, start_step=self.step, show_progress=self._show_progress)
+        wait_for_all(self.ranks)  # no rank may write to the run's folder before rank 0 has made it
+        try:
+            while self.step < config.num_steps:
+                step = self.train_step()
+                losses.append(step.loss)
+                train_seconds += step.seconds
+                throughput.add(step.tokens, step.seconds)
+                report.show(step.loss, throughput.mean().total)
+                evaluated = self._is_due(config.eval_every)
+                if evaluated:
+                    exact = self.evaluate()
+                if evaluated or self._is_due(config.log_every):
+                    seconds = time.perf_counter() - started_s
+                    report.log(step, throughput.take_recent(), exact.fraction if evaluated else None, seconds)
+                if self._is_due(config.checkpoint_every):
+                    self.save()
+            peak_bytes, peak_is = measure_peak_bytes(self.ranks.device)
+            result = TrainResult(
+                loss_first=losses[0],
+                loss_last=losses[-1],
+                exact_match=exact.fraction,
+                tokens_per_s=throughput.mean().total,
+                peak_bytes=round(max_over_ranks([peak_bytes], self.ranks)[0]),
+                peak_is=peak_is,
+                strategy=self.config.parallel.strategy,
+                world_size=self.ranks.world_size,
+                seconds=time.perf_counter() - started_s,
+                train_seconds=train_seconds,
+                num_steps=self.step,
+                num_questions=exact.num_questions,
+                output_dir=str(run_folder(self.config)),
+                losses=losses,
+                history=report.history,
+            )
+            report.finish(result)
+        finally:
+            report.close()
+        return result
+
+    def evaluate(self) -> ExactMatch:
+        """Answer every held-out question and compare with the right answers; all ranks must call this."""
+        return evaluate_exact_match(
+            self.model,
+            self.eval_data,
+            self.collator,
+            self.tokenizer,
+            self.ranks,
+            batch_size=EVAL_BATCH_SIZE,
+            precision=self.config.train.precision,
+        )
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step; all ranks must call this."""
+        meta: dict[str, Any] = {
+            "config": dataclasses.asdict(self.config),
+            "global_batch_size": self.global_batch_size,
+            "world_size": self.ranks.world_size,
+            "torch": torch.__version__,
+            "vlmcourse": vlmcourse.__version__,
+        }
+        folder = run_folder(self.config) / "checkpoints"
+        keep = self.config.train.keep_checkpoints
+        return save_checkpoint(folder, self.step, self.model, self.optimizer, self.ranks, meta, keep)
+
+    def resume(self, path: str | Path | None = None) -> int:
+        """Load weights, optimizer state and step of a checkpoint, so that `fit` goes on from there.
+
+        Args:
+            path: a checkpoint's or a run's folder; by default this run's own.
+
+        Returns:
+            Optimizer steps done.
+
+        Raises:
+            FileNotFoundError: if there is no checkpoint.
+            ValueError: if it is of another model, or other towers were frozen.
+        """
+        checkpoint = find_checkpoint(Path(path) if path is not None else run_folder(self.config))
+        meta = read_meta(checkpoint)
+        _check_resumable(checkpoint, meta, self.config, self.global_batch_size)
+        load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
+        self.step = int(meta["step"])
+        return self.step
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something done every so many steps (0: only at the end) is due now; at the end everything is."""
+        return self.step == self.config.train.num_steps or (every > 0 and self.step % every == 0)
+
+
+def _build_plain_model(config: TrainConfig) -> VLM:
+    if config.model.hf_folder:
+        return load_hf_folder(config.model.hf_folder)
+    # The same seed on every rank: data-parallel copies start equal.
+    return build_model(get_model(config.model.preset), seed=config.run.seed)
+
+
+def _check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, global_batch_size: int) -> None:
+    """Refuse a checkpoint of another model; warn of what changes the losses that follow."""
+    saved, present = meta["config"], dataclasses.asdict(config)
+    for key, value in present["model"].items():
+        before = saved["model"].get(key)
+        if before != (list(value) if isinstance(value, tuple) else value):
+            raise ValueError(
+                f"model.{key} = {value!r}, but the checkpoint {str(path)!r} was saved with {before!r}: a run goes on "
+                "with the same model and frozen towers; set it back, or start a new run"
+            )
+    changed = [
+        f"{section}.{key} from {saved[section].get(key)!r} to {value!r}"
+        for section in ("run", "data", "train", "optimizer")
+        for key, value in present[section].items()
+        if saved[section].get(key) != value and key not in HARMLESS_CHANGES
+    ]
+    if meta["global_batch_size"] != global_batch_size:
+        changed.append(f"the global batch from {meta['global_batch_size']} to {global_batch_size} samples")
+    if changed:
+        logger.warning("resuming with changes, so losses will differ from an uninterrupted run: %s", "; ".join(changed))

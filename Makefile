@@ -33,7 +33,7 @@ format: setup
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
 release: setup
-	@$(PY) -m vlmcourse.cli release
+	@$(PY) -m vlmcourse.grading.release
 
 lock:
 	@PYTHON='$(PYTHON)' scripts/lock.sh

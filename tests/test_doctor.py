@@ -53,7 +53,9 @@ def test_no_compiler_is_a_note_that_names_the_package(monkeypatch):
     assert found.state == "note" and "apt install g++" in found.fix
 
 
-@pytest.mark.parametrize(("total_gib", "free_gib", "state", "chapter"), [(16, 8, "ok", "ok"), (2, 1, "note", "missing")])
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "state", "chapter"), [(16, 8, "ok", "ok"), (2, 1, "note", "missing")]
+)
 def test_little_memory_is_noted_and_chapters_that_need_more_are_named(monkeypatch, total_gib, free_gib, state, chapter):
     memory = Memory(total_gib * GIB, free_gib * GIB)
     monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: memory)

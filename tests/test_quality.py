@@ -1,4 +1,4 @@
-"""The house rules that a tool can check: style, types, import order, Dockerfiles, file length, notebooks without outputs."""
+"""The house rules that a tool can check: style, types, import order, Dockerfiles, file length, clean notebooks."""
 
 import ast
 import json

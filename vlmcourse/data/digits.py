@@ -124,8 +124,8 @@ def _compose(split: Split, num_digits: int, draws: Draws) -> tuple[Scene, list[P
 class DigitsDataset(Sequence[Sample]):
     """Pictures of digits with questions; sample `i` depends on the split, the seed and `i` alone.
 
-    A training sample is a conversation of `num_turns` different questions about one picture, of each kind once before any
-    comes twice. A held-out sample is a single question, whose kind is `KINDS[i % len(KINDS)]`.
+    A training sample is a conversation of `num_turns` different questions about one picture, of each kind once before
+    any comes twice. A held-out sample is a single question, whose kind is `KINDS[i % len(KINDS)]`.
     """
 
     def __init__(self, num_samples: int, seed: int, split: Split, num_turns: int = NUM_TURNS) -> None:

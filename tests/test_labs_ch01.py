@@ -1,0 +1,123 @@
+"""Chapter 1's glue: predictions that may be missing or wrong, an example that is what the text says, honest counters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_worker
+
+from vlmcourse.data.samples import IGNORE_LABEL
+from vlmcourse.labs import ch01
+from vlmcourse.planner import count_params
+from vlmcourse.planner.shapes import count_embedding_params, count_vision_embedding_params
+from vlmcourse.presets import get_model
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        (None, "No prediction yet"),
+        ({"ddp": None, "fsdp": 4}, "No prediction for ddp yet"),
+        ("16 bytes", "'16 bytes' is not a number"),
+        (True, "True is not a number"),
+        (float("nan"), "nan is not a number"),
+        ({"ddp": "x", "fsdp": 4}, "'x' is not a number"),
+        (16, "Noted: 16 bytes a parameter."),
+        ({"ddp": 8.4, "fsdp": 4}, "Noted: ddp 8.4, fsdp 4 bytes a parameter."),
+    ],
+)
+def test_a_prediction_is_checked_only_for_being_there(prediction: object, expected: str, capsys: Any) -> None:
+    ch01.check_prediction(prediction, "bytes a parameter")
+    shown = capsys.readouterr()
+    assert shown.out.startswith(expected)
+    assert not shown.err
+
+
+@pytest.mark.parametrize(
+    ("prediction", "name", "shown"),
+    [(None, "", "-"), (1.5, "", "1.5"), ("a", "", "'a'"), ({"x": 2}, "x", "2"), ({"x": 2}, "y", "-"), (3, "x", "3")],
+)
+def test_a_prediction_can_always_be_shown_in_a_table(prediction: object, name: str, shown: str) -> None:
+    assert ch01.guess(prediction, name) == shown
+
+
+def test_a_table_lines_up_and_shows_thousands(capsys: Any) -> None:
+    ch01.print_table(["name", "bytes"], [["a", 12345], ["longer", 1.5], ["none", None]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "name     bytes"
+    assert [line.split()[-1] for line in lines[2:]] == ["12,345", "1.5", "-"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_example_has_short_conversations_first_and_is_the_same_each_time() -> None:
+    model, collate, samples = ch01.load_example(8)
+    batch = collate(samples)
+    supervised = (batch.labels_BS != IGNORE_LABEL).sum(dim=1)
+    assert supervised[:4].sum() * 2 < supervised[4:].sum(), "the two ranks must hold clearly different numbers"
+    again, _, same_samples = ch01.load_example(8)
+    assert [s.messages for s in samples] == [s.messages for s in same_samples]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_text_is_right_about_internvl2_26b() -> None:
+    shape = get_model("internvl2-26b")
+    params = count_params(shape)
+    assert round(100 * params.vision / params.total) == 22
+    assert round(100 * params.vision / params.total * 14 / 16) == 19
+    root = 2 * count_embedding_params(shape.language) + params.projector + count_vision_embedding_params(shape.vision)
+    assert round(100 * root / params.total) == 5
+    assert (shape.vision.num_patches, shape.num_visual_tokens_per_tile) == (1024, 256)
+
+
+def test_relative_error_is_relative() -> None:
+    assert ch01.relative_error(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0])) == pytest.approx(0.08, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("ch01")
+    run_worker("ch01_worker.py", str(folder), timeout_s=200)
+    return [json.loads((folder / f"found{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+def test_exchange_swaps_the_tensors_of_two_ranks(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["exchange"] for of_rank in found] == [[11, 12], [1, 2]]
+    assert [of_rank["every"] for of_rank in found] == [[0, 1], [0, 1]]
+
+
+def test_ddp_reduces_every_gradient_once_a_step(found: list[dict[str, Any]]) -> None:
+    weights_bytes = (3 * 6 * 6 + 5) * 4
+    assert found[0]["ddp"] == {"all-reduce": [2, weights_bytes + 24]}
+    assert found[0]["ddp ring"] == {"all-reduce": weights_bytes + 24}
+
+
+def test_fsdp_gathers_blocks_twice_and_the_root_once(found: list[dict[str, Any]]) -> None:
+    blocks_bytes, root_bytes = 3 * 6 * 6 * 4, 2 * 5 * 4  # the row of five is padded to one row for each rank
+    counted = found[0]["fsdp"]
+    assert counted["all-gather"] == [7, 2 * blocks_bytes + root_bytes]
+    assert counted["reduce-scatter"] == [4, blocks_bytes + root_bytes]
+    assert counted["all-reduce"] == [1, 24]
+    assert found[0]["fsdp ring"]["all-gather"] == blocks_bytes + root_bytes / 2
+
+
+def test_uneven_shards_are_named_with_their_excess(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["uneven"] for of_rank in found] == [{"row": 2.5}, {"row": -2.5}]
+
+
+def test_gathered_weights_come_and_go_with_each_block(found: list[dict[str, Any]]) -> None:
+    block, root = 6 * 6 * 4, 5 * 4
+    forward = [size for name, size in found[0]["events"] if "forward" in name]
+    assert forward == [block + root, root] * 3
+    backward = [size for name, size in found[0]["events"] if name.startswith("backward")]
+    assert backward == [block + root] * 3
+    assert found[0]["events after"] == 0, "the hooks stay only inside `with`"
+
+
+def test_an_event_that_is_not_there_is_an_error() -> None:
+    assert ch01.first_event([("forward a", 1), ("backward a", 2)], "backward") == 1
+    with pytest.raises(ValueError, match="none of 0 events begins with 'x'"):
+        ch01.first_event([], "x")

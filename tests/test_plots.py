@@ -1,0 +1,195 @@
+"""Figures say what their data say: bars as long as their bytes, axes with units, colours of the course."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from vlmcourse import plots
+from vlmcourse.data.collate import Collator
+from vlmcourse.data.digits import DigitsDataset
+from vlmcourse.data.samples import IGNORE_LABEL
+from vlmcourse.data.tokenizer import load_tokenizer
+from vlmcourse.monitor.ledger import Ledger
+from vlmcourse.planner import StateBytes, estimate_state_bytes
+from vlmcourse.presets import get_model
+
+MB, GB = 10**6, 10**9
+SMALLEST_FONT_POINTS = 8
+
+
+def state_figure() -> Figure:
+    states = {"seven": estimate_state_bytes(7 * GB), "one": estimate_state_bytes(GB, optimizer="sgd_momentum")}
+    return plots.plot_state(states, {"80 GB": 80 * GB}, "What fits")
+
+
+def ledger_figure() -> Figure:
+    ledgers = {"ddp": [Ledger(4 * MB, 4 * MB, 8 * MB)] * 2, "fsdp": [Ledger(2 * MB, 2 * MB, 5 * MB)]}
+    estimates = {
+        "ddp": StateBytes(weights=4 * MB, gradients=4 * MB, optimizer=8 * MB),
+        "fsdp": StateBytes(weights=2 * MB, gradients=2 * MB, optimizer=4 * MB),
+    }
+    return plots.plot_ledgers(ledgers, estimates)
+
+
+def ranks_figure() -> Figure:
+    curves = {"7B": {"DDP": [112 * GB] * 3, "ZeRO-3": [112 * GB, 56 * GB, 28 * GB]}}
+    return plots.plot_memory_over_ranks(curves, (1, 2, 4), {"40 GB": 40 * GB})
+
+
+def collectives_figure() -> Figure:
+    stages = {"start": [[1, 2], [10, 20]], "reduce-scatter": [[11, None], [None, 22]], "end": [[11, 22], [11, 22]]}
+    return plots.plot_collectives(stages, complete=[11, 22])
+
+
+def gathered_figure() -> Figure:
+    events = [("forward blocks.0", 3 * MB), ("after forward blocks.0", MB), ("backward blocks.0", 3 * MB)]
+    return plots.plot_gathered_weights(events, 8 * MB, 4 * MB, {"forward": 0, "backward": 2})
+
+
+def losses_figure() -> Figure:
+    return plots.plot_losses({"1 rank": [3.0, 2.0, 1.0], "2 ranks": [3.0, 2.001, 1.0]})
+
+
+def samples_figure() -> Figure:
+    return plots.plot_conversations(DigitsDataset(2, seed=0, split="train")[:])
+
+
+def tokens_figure() -> Figure:
+    shape = get_model("tiny")
+    collate = Collator(load_tokenizer("builtin"), shape, 256)
+    return plots.plot_tokens(collate(DigitsDataset(3, seed=0, split="train")[:]), shape.image_token_id)
+
+
+FIGURES = {
+    "state": state_figure,
+    "ledgers": ledger_figure,
+    "ranks": ranks_figure,
+    "collectives": collectives_figure,
+    "gathered": gathered_figure,
+    "losses": losses_figure,
+    "samples": samples_figure,
+    "tokens": tokens_figure,
+}
+
+
+def bars(axes: Any) -> list[Rectangle]:
+    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+
+
+def texts_of(figure: Figure) -> list[Any]:
+    figure.draw_without_rendering()
+    return [text for text in figure.findobj(plt.Text) if text.get_text().strip() and text.get_visible()]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_has_a_title_named_axes_and_legible_text_and_is_shown_once(name: str) -> None:
+    figure = FIGURES[name]()
+    assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes)
+    for axes in figure.axes:
+        assert axes.get_xlabel() or axes.get_shared_x_axes().get_siblings(axes) != [axes]
+        assert axes.get_ylabel() or [tick.get_text() for tick in axes.get_yticklabels()]
+    assert min(text.get_fontsize() for text in texts_of(figure)) >= SMALLEST_FONT_POINTS
+    assert figure.number not in plt.get_fignums() if hasattr(figure, "number") else True
+    assert not plt.get_fignums(), "a figure left open is shown twice in a notebook"
+
+
+@pytest.mark.parametrize("name", ["state", "ledgers", "ranks", "gathered"])
+def test_axes_of_bytes_name_their_unit(name: str) -> None:
+    figure = FIGURES[name]()
+    labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
+    assert any("(GB)" in label or "(MB)" in label for label in labels)
+
+
+def test_colours_can_be_told_apart_in_grey() -> None:
+    owners = [np.dot(to_rgb(plots.COLOURS[name]), (0.2126, 0.7152, 0.0722)) for name in ("weights", "gradients")]
+    owners.append(np.dot(to_rgb(plots.COLOURS["optimizer"]), (0.2126, 0.7152, 0.0722)))
+    assert min(abs(a - b) for a, b in itertools.combinations(owners, 2)) > 0.05
+    assert len(set(plots.COLOURS.values())) == len(plots.COLOURS)
+
+
+def test_state_bars_are_as_long_as_their_gigabytes_and_coloured_by_owner() -> None:
+    axes = state_figure().axes[0]
+    widths = [(round(bar.get_x(), 6), round(bar.get_width(), 6), to_hex(bar.get_facecolor())) for bar in bars(axes)]
+    weights, gradients, optimizer = (plots.COLOURS[owner].lower() for owner in ("weights", "gradients", "optimizer"))
+    assert widths == [
+        (0, 14, weights),
+        (14, 14, gradients),
+        (28, 84, optimizer),
+        (0, 2, weights),
+        (2, 2, gradients),
+        (4, 8, optimizer),
+    ]
+    assert [line.get_xdata()[0] for line in axes.lines] == [80]
+    assert {"112 GB", "12 GB"} <= {text.get_text().strip() for text in axes.texts}
+
+
+def test_ledger_bars_come_in_pairs_of_estimate_and_measurement() -> None:
+    axes = ledger_figure().axes[0]
+    heights = [bar.get_height() for bar in bars(axes)]
+    assert heights == [4, 4, 8, 4, 4, 8] * 2 + [2, 2, 4, 2, 2, 5]
+    hatched = [bool(bar.get_hatch()) for bar in bars(axes)]
+    assert hatched == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ddp\nrank 0", "ddp\nrank 1", "fsdp\nrank 0"]
+
+
+def test_memory_over_ranks_draws_every_strategy_in_gigabytes() -> None:
+    axes = ranks_figure().axes[0]
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["DDP"] == [112, 112, 112]
+    assert lines["ZeRO-3"] == [112, 56, 28]
+    assert [40, 40] in [list(line.get_ydata()) for line in axes.lines]
+
+
+def test_collectives_show_own_numbers_sums_and_gaps_in_different_colours() -> None:
+    start, middle, end = collectives_figure().axes
+    assert [to_hex(bar.get_facecolor()) for bar in bars(start)] == [plots.COLOURS["gradients"].lower()] * 4
+    summed, gap = plots.COLOURS["communication"].lower(), plots.COLOURS["idle"].lower()
+    assert [to_hex(bar.get_facecolor()) for bar in bars(middle)] == [summed, gap, gap, summed]
+    assert [text.get_text() for text in end.texts] == ["11", "22", "11", "22"]
+
+
+def test_gathered_weights_stand_on_top_of_the_shard() -> None:
+    lines = {line.get_label(): list(line.get_ydata()) for line in gathered_figure().axes[0].lines}
+    assert lines["FSDP: shard and gathered weights"] == [7, 5, 7]
+    assert lines["DDP: all weights, all the time"] == [8, 8]
+
+
+def test_losses_show_the_difference_of_every_step_that_has_one() -> None:
+    above, below = losses_figure().axes
+    assert [list(line.get_ydata()) for line in above.lines] == [[3, 2, 1], [3, 2.001, 1]]
+    drawn = np.asarray(below.lines[0].get_ydata(), dtype=float)
+    assert np.isnan(drawn[[0, 2]]).all() and drawn[1] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("curves", [{}, {"a": [1.0]}, {"a": [1.0], "b": [1.0, 2.0]}, {"a": [], "b": []}])
+def test_losses_that_cannot_be_compared_are_refused(curves: dict[str, list[float]]) -> None:
+    with pytest.raises(ValueError, match="same length"):
+        plots.plot_losses(curves)
+
+
+def test_conversations_show_every_question_and_answer_without_the_marker() -> None:
+    sample = DigitsDataset(2, seed=0, split="train")[0]
+    shown = samples_figure().axes[0].texts[0].get_text()
+    assert shown.count("Q: ") == shown.count("A: ") == len(sample.messages) // 2
+    assert "<image>" not in shown
+
+
+def test_tokens_are_coloured_by_kind_and_counted() -> None:
+    shape = get_model("tiny")
+    collate = Collator(load_tokenizer("builtin"), shape, 256)
+    batch = collate(DigitsDataset(3, seed=0, split="train")[:])
+    axes = plots.plot_tokens(batch, shape.image_token_id).axes[0]
+    kinds = np.asarray(axes.collections[0].get_array()).reshape(batch.input_ids_BS.shape)
+    assert (kinds == 1).sum() == batch.num_visual_tokens
+    assert (kinds == 3).sum() == batch.num_supervised_tokens
+    assert (kinds == 0).sum() == (~batch.attention_mask_BS).sum()
+    counts = [(row != IGNORE_LABEL).sum().item() for row in batch.labels_BS]
+    assert [text.get_text() for text in axes.texts if text.get_text().isdigit()] == [str(count) for count in counts]

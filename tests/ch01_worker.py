@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     found: dict[str, object] = {"exchange": ch01.exchange(mine).tolist(), "every": ch01.from_every_rank(ranks.rank)}
     for strategy in ("ddp", "fsdp"):
         model = apply_strategy(Stack(), ParallelConfig(strategy=strategy), ranks)
-        x = torch.ones(2, WIDTH)
+        x = torch.ones(2, WIDTH, requires_grad=True)  # as the first block of a model has it
         model(x).backward()  # DDP arranges its buckets in the first passes
         model(x).backward()
         with ch01.CollectiveCounter() as counter:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from vlmcourse import cli
 from vlmcourse.commands.train import JSON_KEYS, parse_overrides
@@ -122,6 +123,8 @@ def test_one_process_trains_and_prints_its_outcome(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     argv = arguments(tmp_path, parallel__strategy="single")
     assert cli.main(argv) == 0
     assert "single on 1 rank(s), 4 steps" in capsys.readouterr().out
@@ -216,7 +219,17 @@ def test_a_killed_rank_ends_the_run_and_is_named(long_run: subprocess.Popen[str]
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_failing_rank_shows_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = vlmcourse(*arguments(tmp_path / "file"), "--nproc", "2")  # rank 0 cannot write, rank 1 waits for it
+    assert done.returncode == 1
+    assert "Traceback" in done.stdout and "NotADirectoryError" in done.stdout
+    assert "rank 0 of 2 exited with code 1\n  rank 1: stopped" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_what_a_user_can_correct_is_told_without_a_traceback(tmp_path: Path) -> None:
     done = vlmcourse(*arguments(tmp_path, model__hf_folder=str(tmp_path / "none")), "--nproc", "2")
     assert done.returncode == 1
-    assert "Traceback" in done.stdout
-    assert "rank" in done.stderr and "of 2 exited with code" in done.stderr
+    assert f"vlmcourse train: There is no {tmp_path}/none/config.json" in done.stdout
+    assert "Traceback" not in done.stdout

@@ -1,4 +1,4 @@
-"""Chapter 1's glue: predictions that may be missing or wrong, an example that is what the text says, honest counters."""
+"""Chapter 1's glue: predictions missing or wrong, an example that is what the text says, honest counters."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_demo_trains_runs_the_chapter_and_grades():
     parts = {part["name"]: part for part in json.loads(done.stdout.splitlines()[-1])["parts"]}
     assert all(part["good"] for part in parts.values()), parts
     assert {"loss before -> after", "held-out exact match", "speed", "ch01_parallelism"} <= set(parts)
-    earned, most = re.fullmatch(r"(\d+) of (\d+) points", parts["reference answers"]["seen"]).groups()
+    earned, most = re.findall(r"\d+", parts["reference answers"]["seen"])
     assert earned == most and int(most) > 0
     assert parts["blank submission"]["seen"] == f"0 of {most} points"
 

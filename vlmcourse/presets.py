@@ -111,7 +111,7 @@ _TINY = VLMShape(
         vocab_size=256, num_layers=3, hidden_size=96, num_heads=4, num_kv_heads=2, mlp_size=256, rope_theta=1e4
     ),
     image_token_id=3,
-    source="made for the course: trains from scratch in about a minute on two CPU cores",
+    source="made for the course: trains from scratch in about two minutes on two CPU cores",
 )
 _SMALL = VLMShape(
     name="small",

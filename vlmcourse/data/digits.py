@@ -1,4 +1,4 @@
-"""Visual questions over real scanned digits, made on the fly: the task that the tiny model learns in a minute.
+"""Visual questions over real scanned digits, made on the fly: the task that the tiny model learns in two minutes.
 
 Enters: a split, a seed and an index. Leaves: a `Sample` with a 32 x 32 px picture of one to four scans and a
 conversation about it. The scans are the 1,797 handwritten digits of 8 x 8 px that ship with scikit-learn (Alpaydin and

@@ -189,6 +189,8 @@ class RequireProof(NbGraderPreprocessor):
             for output in cell.outputs:
                 if output.output_type == "stream" and output.name == "stderr":
                     output.name = "stdout"
+            # nbgrader stops at the first output that says something: an error must not stand behind a number.
+            cell.outputs.sort(key=lambda output: output.output_type != "error")
             problem = find_unproven(cell)
             if problem:
                 self.log.warning("Cell %s earns nothing: %s", cell.metadata.nbgrader["grade_id"], problem)

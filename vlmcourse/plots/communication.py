@@ -58,22 +58,25 @@ def plot_gathered_weights(
     Returns:
         A figure in MB over events.
     """
-    figure, axes = new_figure(3.4)
+    figure, axes = new_figure(3.9)
     held = [(shard_bytes + gathered) / MB for _, gathered in events]
+    held.append(held[-1])  # the last moment lasts as long as the others
     places = range(len(held))
-    axes.fill_between(places, held, step="post", color=COLOURS["weights"], alpha=0.35)
-    axes.step(places, held, where="post", color=COLOURS["weights"], lw=1.5, label="FSDP: shard and gathered weights")
-    axes.axhline(shard_bytes / MB, color=COLOURS["weights"], ls=":", lw=1.5, label="FSDP: this rank's shard")
-    axes.axhline(whole_bytes / MB, color="black", ls="--", lw=1.5, label="DDP: all weights, all the time")
+    blue = COLOURS["weights"]
+    axes.fill_between(places, held, step="post", color=blue, alpha=0.35)
+    axes.step(places, held, where="post", color=blue, lw=1.5, label="FSDP: shard and gathered weights")
+    axes.axhline(shard_bytes / MB, color=blue, ls=":", lw=1.5, label="FSDP: shard")
+    axes.axhline(whole_bytes / MB, color="black", ls="--", lw=1.5, label="DDP: all weights")
     for name, first in boundaries.items():
         axes.axvline(first, color=COLOURS["idle"], lw=1)
         axes.text(first, 1.22 * whole_bytes / MB, f" {name}", va="top", fontsize=9)
     axes.set(
         xlim=(0, len(held) - 1),
         ylim=(0, 1.25 * whole_bytes / MB),
-        xlabel="moments of one step, in order (one before and one after each transformer block)",
+        xticks=[],
+        xlabel="time: one moment before and one after each transformer block",
         ylabel="weights on this rank (MB)",
         title="FSDP holds one block whole at a time",
     )
-    axes.legend(frameon=False, loc="center right", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure

@@ -102,7 +102,7 @@ def plot_memory_over_ranks(
     Returns:
         A figure in GB, logarithmic.
     """
-    figure, panels = new_figure(3.9, 1, len(models), sharey=True, squeeze=False)
+    figure, panels = new_figure(4.1, 1, len(models), sharey=True, squeeze=False)
     styles = (("o", "-"), ("s", "--"), ("^", "-."), ("D", "-"))
     colours = (COLOURS["idle"], COLOURS["optimizer"], COLOURS["gradients"], COLOURS["weights"])
     for axes, (model, strategies) in zip(panels[0], models.items(), strict=True):
@@ -118,6 +118,7 @@ def plot_memory_over_ranks(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.grid(alpha=0.25)
+    figure.suptitle("What a strategy does not split, more ranks do not make smaller")
     panels[0][0].set_ylabel("training state of one rank (GB)")
     panels[0][0].legend(frameon=False, loc="lower left")
     return figure

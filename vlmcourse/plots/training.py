@@ -72,6 +72,12 @@ def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     above.set(title=f"{' and '.join(curves)}: one curve", ylabel="loss per supervised\ntoken (nats)")
     above.legend(frameon=False)
     below.set(xlabel="optimizer step", ylabel=f"difference to\n{reference_name} (nats)", yscale="log")
-    below.margins(y=0.2)
+    below.set_ylim(*_decades([d for line in below.lines for d in line.get_ydata() if not math.isnan(d)]))
     below.grid(axis="y", alpha=0.3)
     return figure
+
+
+def _decades(values: Sequence[float]) -> tuple[float, float]:
+    """Return the powers of ten around positive values, with room between; any decade where there are none."""
+    low, high = (min(values), max(values)) if values else (1e-7, 1e-7)
+    return 10.0 ** math.floor(math.log10(low) - 0.3), 10.0 ** math.ceil(math.log10(high) + 0.3)

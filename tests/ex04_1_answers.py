@@ -329,7 +329,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     # --- c: formulas
     "counts one Adam moment": Wrong(
         answers={C: ladder("m.device_total - one_moment")},
-        less=("c_sharded", "c_remedy", "c_ranks", "c_precision"),
+        less=("c_sharded", "c_remedy", "c_ranks"),
         named={"c_remedy": "you counted one Adam moment", "c_sharded": "you counted one Adam moment"},
     ),
     "counts one Adam moment and no activations": Wrong(
@@ -339,12 +339,13 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     ),
     "counts the state only": Wrong(
         answers={C: ladder("m.state")},
-        less=("c_remedy", "c_limits"),
+        less=("c_sharded", "c_remedy", "c_ranks", "c_limits"),
         named={"c_remedy": "you counted the training state only"},
     ),
     "leaves out the gradients": Wrong(
         answers={C: ladder("m.device_total - m.gradients")},
-        less=("c_remedy", "c_limits"),
+        less=("c_sharded", "c_remedy", "c_ranks"),
+        none=("c_limits",),
         named={"c_limits": "you left out the gradients"},
     ),
     "plans for inference": Wrong(
@@ -364,7 +365,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     ),
     "counts 20 bytes a parameter": Wrong(
         answers={C: ladder("m.device_total + m.optimizer / 3")},
-        less=("c_plain", "c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
+        less=("c_plain", "c_sharded", "c_remedy", "c_ranks", "c_precision"),
         named={"c_sharded": "you counted more than 16 bytes a parameter"},
     ),
     # --- c: fixed plans
@@ -417,7 +418,6 @@ WRONG_ANSWERS: dict[str, Wrong] = {
             ("check_plan(plan, model, cluster).ok", "set(check_plan(plan, model, cluster).codes) <= {'precision'}"),
         ),
         none=("c_precision",),
-        less=("c_remedy",),
         named={"c_precision": "you computed in bf16 on a device that has none"},
     ),
     "shards without saying what": Wrong(
@@ -428,9 +428,11 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     ),
     "splits both towers over the node": Wrong(
         answers={
-            C: plan_always(
-                "Plan(tp=n // cluster.num_nodes, vision_tp=n // cluster.num_nodes, dp_replicate=cluster.num_nodes)"
-            )
+            C: """
+            def choose_strategy(model, cluster):
+                ways = cluster.devices_per_node
+                return Plan(tp=ways, vision_tp=ways, dp_replicate=cluster.num_nodes)
+            """
         },
         less=("c_plain", "c_sharded", "c_ranks", "c_remedy"),
         none=("c_precision", "c_limits"),
@@ -462,8 +464,8 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     ),
     "takes the dearest plan first": Wrong(
         answers=changed(C, ("for choice in (", "for choice in reversed(("), ("    ):\n", "    )):\n")),
-        none=("c_sharded", "c_ranks"),
-        less=("c_plain", "c_precision"),
+        less=("c_ranks", "c_precision"),
+        none=("c_plain", "c_sharded"),
     ),
     # --- c: no plan at all
     "returns words": Wrong(

@@ -113,6 +113,7 @@ def test_random_expressions_are_evaluated_from_the_same_seed():
         assert canonical(draw, seed=1) != first
 
 
+@pytest.mark.filterwarnings("ignore:careful")
 def test_what_an_expression_prints_is_dropped(capsys):
     def noisy():
         print("out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -78,15 +79,11 @@ def test_course_without_the_assignment_is_refused(course):
         pass
 
 
-def test_broken_source_notebook_is_an_error_with_nbgraders_words(course, tmp_path):
-    notebook = grading_course.source_notebook()
-    find(notebook, "small_draw").source = "### BEGIN SOLUTION\ndef draw(): return 1"  # no end
-    folder = grading_course.write_course(tmp_path / "course")
-    nbformat.write(notebook, folder / "solutions" / ASSIGNMENT / "small.ipynb")
-    with (
-        pytest.raises(RuntimeError, match="(?s)could not generate 'small'.*no end solution"),
-        prepare_course(folder, ASSIGNMENT),
-    ):
+def test_failed_generation_is_an_error_with_nbgraders_last_words(course, monkeypatch):
+    log = "\n".join(["[X | INFO] fine", *(f"line {i}" for i in range(40)), "RuntimeError: no end solution statement"])
+    monkeypatch.setattr(run, "run_nbgrader", lambda *_: ProcessResult(returncode=1, log=log))
+    words = "(?s)could not generate 'small'.*line 39.*no end solution statement$"
+    with pytest.raises(RuntimeError, match=words), prepare_course(course, ASSIGNMENT):
         pass
 
 
@@ -330,7 +327,8 @@ def arguments(*argv: str):
     return parser.parse_args(argv)
 
 
-def test_grade_command_prints_a_table_and_writes_feedback(course, prepared, tmp_path, capsys):
+def test_grade_command_prints_a_table_and_writes_feedback(course, prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "prepare_course", lambda *_: contextlib.nullcontext(prepared))
     submitted = tmp_path / "submitted"
     (submitted / "anna").mkdir(parents=True)
     nbformat.write(answer(prepared.release, RIGHT), submitted / "anna" / "small.ipynb")

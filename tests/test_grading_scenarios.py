@@ -46,7 +46,7 @@ def every_plan(scenario: Scenario):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_plan_at_all_is_cheaper_than_what_a_scenario_needs(group):
-    for scenario in scenarios_of(group)[:3]:
+    for scenario in scenarios_of(group)[:2]:
         possible = [plan for plan in every_plan(scenario) if check_plan(plan, scenario.model, scenario.cluster).ok]
         cheapest = min((kind_of(plan) for plan in possible), default=Need.IMPOSSIBLE)
         ddp_fits = check_plan(plain_plan(scenario.cluster), scenario.model, scenario.cluster).ok

@@ -13,7 +13,14 @@ from typing import Any
 
 from vlmcourse.grading.checks import Outcome, as_number, award, call, is_close
 from vlmcourse.grading.kinds import Need, kind_of
-from vlmcourse.grading.misconceptions import ONE_MOMENT, RIGHT_STATE, explain_choices, explain_plan, explain_state
+from vlmcourse.grading.misconceptions import (
+    ONE_MOMENT,
+    RIGHT_STATE,
+    SAME_KIND,
+    explain_choices,
+    explain_plan,
+    explain_state,
+)
 from vlmcourse.grading.scenarios import Scenario, make_scenarios
 from vlmcourse.planner import Plan, check_plan
 
@@ -141,6 +148,8 @@ class Judgement:
     """The misconception that its ZeRO stage suggests."""
     unsolved: bool = False
     timed_out: bool = False
+    gave_up: bool = False
+    """None was returned although there is a plan."""
 
 
 def check_strategy(function: Any, group: str, points: float, seed: int, num_cases: int = 10) -> float:
@@ -183,8 +192,9 @@ def check_strategy(function: Any, group: str, points: float, seed: int, num_case
 def _explain(function: Any, judged: list[tuple[Scenario, Judgement]]) -> str:
     """Return the misconception that explains the wrong answers of one group, or "".
 
-    What one plan shows by itself comes first (ranks left out, bf16 where there is none); then the estimate that the
-    choices follow, for which a mixture of all groups is asked; then what the wrong plans' ZeRO stages suggest.
+    What one plan shows by itself comes first (ranks left out, bf16 where there is none); then giving up on several
+    nodes only; then the estimate that the choices follow, for which a mixture of all groups is asked; then what the
+    wrong plans' ZeRO stages suggest; last that the choice never changes.
     """
     wrong = [judgement for _, judgement in judged if not judgement.right]
     hint = _most_common([judgement.hint for judgement in wrong])
@@ -192,8 +202,13 @@ def _explain(function: Any, judged: list[tuple[Scenario, Judgement]]) -> str:
         return hint
     mixture = [scenario for group in PROBES for case in make_scenarios(group, PROBE_SEED, 6) for scenario in case]
     probed = judged + [(scenario, judge(function, scenario)) for scenario in mixture]
+    given_up = {scenario.cluster.num_nodes > 1 for scenario, judgement in probed if judgement.gave_up}
+    if given_up == {True}:
+        return HINTS["ranks"]
     choices = [(scenario, judgement.kind) for scenario, judgement in probed if judgement.kind is not None]
-    return explain_choices(choices) or _most_common([judgement.stage_hint for judgement in wrong])
+    sentence = explain_choices(choices)
+    of_stage = _most_common([judgement.stage_hint for judgement in wrong])
+    return of_stage if of_stage and sentence in ("", SAME_KIND) else sentence
 
 
 def _most_common(hints: list[str]) -> str:
@@ -215,7 +230,7 @@ def judge(function: Any, scenario: Scenario) -> Judgement:
     if plan is None:
         right = scenario.need == Need.IMPOSSIBLE
         why = "" if right else "you returned None (no plan is possible), but there is one"
-        return Judgement(right=right, why=why, kind=Need.IMPOSSIBLE)
+        return Judgement(right=right, why=why, kind=Need.IMPOSSIBLE, gave_up=not right)
     if not isinstance(plan, Plan):
         return Judgement(right=False, why=f"return a Plan or None, not {type(plan).__name__}")
     kind = kind_of(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -250,7 +251,8 @@ def explain_choices(choices: Sequence[tuple[Scenario, Need]]) -> str:
     """
     if len(choices) < 3:
         return ""
-    if len({kind for _, kind in choices}) == 1 and len({scenario.need for scenario, _ in choices}) > 1:
+    most_common = Counter(kind for _, kind in choices).most_common(1)[0][1]
+    if most_common >= 0.9 * len(choices) and len({scenario.need for scenario, _ in choices}) > 1:
         return SAME_KIND
     right = _agreement(choices, lambda plan, scenario: _memory(plan, scenario).device_total)
     best, sentence = max(

@@ -25,6 +25,8 @@ from vlmcourse.parallel.mesh import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train.trainer import Trainer
 
 WORDS = ("left", "right", "seven", "two twos")
+PICTURE_ANSWER = "seven seven seven"
+"""Ends later than "left": unless something holds them in step, ranks with pictures generate for longer."""
 
 
 QUESTION_COUNTS = {"odd": (2, 3), "one": (1, 0), "text": (0, 3), "many": (70, 67)}
@@ -54,13 +56,14 @@ def questions(num_pictures: int, num_texts: int) -> list[Sample]:
 
 
 def train_lefty(folder: Path, ranks: Ranks) -> None:
-    """Train and save, in one process, a model that answers "left" to everything."""
+    """Train and save, in one process, a model that answers "left" to text and something longer to pictures."""
     config = config_in(folder, "single", "lefty", world_size=1, num_steps=40)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr_language=1e-2))
     trainer = build_trainer(config, ranks, seed=5)
-    samples = questions(4, 8)
+    samples = questions(8, 8)
     trainer.train_data = [
-        dataclasses.replace(s, messages=(s.messages[0], Message("assistant", "left"))) for s in samples
+        dataclasses.replace(s, messages=(s.messages[0], Message("assistant", PICTURE_ANSWER if s.images else "left")))
+        for s in samples
     ]
     trainer.sampler = dataclasses.replace(trainer.sampler, num_samples=len(samples))
     for _ in range(40):
@@ -100,10 +103,12 @@ def check_evaluation(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for strategy in ("ddp", "fsdp"):
         trainer = build_trainer(config_in(folder, strategy, "evaluation"), ranks, seed=5)
         trainer.resume(folder / "lefty")
+        before = measure_ledger(trainer.model)
         for name, counts in QUESTION_COUNTS.items():
             trainer.eval_data = questions(*counts)
             outcome = trainer.evaluate()
             found[f"{strategy} {name}"] = (outcome.num_questions, outcome.num_correct)
+        found[f"{strategy} stores the same after"] = measure_ledger(trainer.model) == before
         found[f"{strategy} loss after"] = trainer.train_step().loss
     return found
 

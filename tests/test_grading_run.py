@@ -181,6 +181,16 @@ def test_result_missing_from_the_gradebook_counts_as_zero(prepared, tmp_path, mo
     assert "no result was recorded" in feedback(marks)["small_draw_test"]
 
 
+def test_lab_that_is_as_released_is_marked_even_where_metadata_were_lost(prepared, tmp_path):
+    notebook = grading_course.source_notebook()  # the instructor's own has no marks
+    find(notebook, "small_draw").metadata["vlmcourse"] = {"lab": "forged"}
+    nbformat.write(notebook, tmp_path / "submitted.ipynb")
+    run.write_submission(tmp_path / "submitted.ipynb", prepared.release, tmp_path / "copy.ipynb")
+    copy = nbformat.read(tmp_path / "copy.ipynb", as_version=4)
+    marked = {cell.id for cell in copy.cells if cell.metadata.get("vlmcourse", {}).get("lab") == steps.lab_digest(cell)}
+    assert marked == {"ranks"}
+
+
 def test_time_limit_stops_the_run_and_gives_no_points(prepared, tmp_path):
     started = time.monotonic()
     marks = grade(answer(prepared.release, RIGHT), prepared, tmp_path, time_limit_s=0.5)

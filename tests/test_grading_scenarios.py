@@ -7,6 +7,14 @@ import itertools
 import pytest
 
 from vlmcourse.grading.kinds import Need, divisors, fill_fraction, kind_of, plain_plan, plans_of_kind, zero_plan
+from vlmcourse.grading.misconceptions import (
+    RIGHT_STATE,
+    WRONG_ESTIMATES,
+    WRONG_STATES,
+    decide,
+    explain_choices,
+    explain_state,
+)
 from vlmcourse.grading.scenarios import GROUPS, Scenario, make_scenarios
 from vlmcourse.planner import PRECISIONS, Plan, check_plan, get_device
 from vlmcourse.presets import CLUSTERS, MODELS
@@ -136,3 +144,38 @@ def test_plans_tried_for_a_kind_are_of_that_kind_or_cheaper_and_use_every_rank()
         plans = list(plans_of_kind(kind, cluster))
         assert len(plans) == len(set(plans)) > 20
         assert all(kind_of(plan) <= kind and plan.num_ranks == 16 for plan in plans)
+
+
+# --- Explanations ---------------------------------------------------------------------------------------------------
+
+MIXTURE = [scenario for group in ("plain", "sharded", "remedy", "limits") for scenario in scenarios_of(group)]
+
+
+def test_right_choices_are_never_explained_by_a_wrong_idea():
+    assert explain_choices([(scenario, scenario.need) for scenario in MIXTURE]) == ""
+
+
+def test_choices_that_follow_no_known_idea_are_not_explained():
+    odd = [(scenario, Need((scenario.need + 1 + index % 2) % 4)) for index, scenario in enumerate(MIXTURE)]
+    assert explain_choices(odd) == ""
+
+
+def test_one_slip_among_right_choices_is_not_called_a_misconception():
+    choices = [(scenario, scenario.need) for scenario in MIXTURE]
+    plain = next(index for index, (_, kind) in enumerate(choices) if kind == Need.PLAIN)
+    choices[plain] = (choices[plain][0], Need.SHARDED)
+    assert explain_choices(choices) == ""
+
+
+def test_every_wrong_estimate_is_told_from_the_others():
+    for wrong in WRONG_ESTIMATES:
+        choices = [(scenario, decide(scenario, wrong.needed_bytes, with_stages=True)) for scenario in MIXTURE]
+        assert explain_choices(choices) == wrong.sentence
+
+
+def test_every_wrong_formula_of_state_is_told_from_the_others():
+    cases = [(P, N, stage) for P in (7e9, 13e9) for N in (1, 4, 64) for stage in range(4)]
+    for formula, sentence in WRONG_STATES:
+        assert sentence in explain_state([(case, formula(*case)) for case in cases])
+    assert explain_state([(case, RIGHT_STATE(*case)) for case in cases]) == ""
+    assert explain_state([(case, 17.0 * case[0] / (case[1] + 3)) for case in cases]) == ""

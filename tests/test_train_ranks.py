@@ -94,7 +94,7 @@ def test_ranks_with_unequal_questions_count_what_one_process_counts(
     expected = trainer.evaluate()
     assert expected.num_questions == sum(QUESTION_COUNTS[name])
     num_left = sum(question.messages[-1].text == "left" for question in trainer.eval_data)
-    assert expected.num_correct == num_left  # it answers "left" to everything
+    assert expected.num_correct == num_left  # it answers "left" to every text
     for of_rank in found:
         for strategy in ("ddp", "fsdp"):
             outcome = of_rank["evaluation"][f"{strategy} {name}"]
@@ -104,6 +104,7 @@ def test_ranks_with_unequal_questions_count_what_one_process_counts(
 def test_training_goes_on_after_an_evaluation(folder: Path, found: list[dict[str, Any]]) -> None:
     expected = lefty(folder).train_step().loss
     for strategy in ("ddp", "fsdp"):
+        assert found[0]["evaluation"][f"{strategy} stores the same after"], "gathered weights were kept"
         assert found[0]["evaluation"][f"{strategy} loss after"] == pytest.approx(expected, abs=LOSS_TOLERANCE)
 
 

@@ -197,11 +197,26 @@ def _autograde(
     )
     submitted = folder / "submitted" / LEARNER / prepared.assignment
     submitted.mkdir(parents=True)
-    shutil.copy(notebook, submitted / f"{prepared.notebook}.ipynb")
+    write_submission(notebook, prepared.release, submitted / f"{prepared.notebook}.ipynb")
     arguments = ["autograde", prepared.assignment, f"--student={LEARNER}"]
     if last:
         arguments.append("--ExecuteGraded.go_on_after_kernel_death=True")
     return run_nbgrader(arguments, folder, time_limit_s)
+
+
+def write_submission(notebook: Path, release: Path, target: Path) -> None:
+    """Copy a submission, with the labs that are as they were released marked so, that they need not be run.
+
+    The release's own marks may be missing: the instructor's notebook has none, and some tools drop metadata.
+    """
+    from vlmcourse.grading.steps import lab_digest
+
+    submitted, released = (nbformat.read(path, as_version=4) for path in (notebook, release))
+    untouched = {cell.metadata.get("vlmcourse", {}).get("lab") for cell in released.cells}
+    for cell in submitted.cells:
+        if lab_digest(cell) in untouched:
+            cell.metadata["vlmcourse"] = {"lab": lab_digest(cell)}
+    nbformat.write(submitted, target)
 
 
 def _check_readable(notebook: Path) -> str:

@@ -1,1 +1,1 @@
-"""Thin glue of single chapters: one module a chapter, imported by its notebook and by nothing else."""
+"""Thin glue of the chapters, imported by their notebooks and nothing else: a module a chapter, and what they share."""

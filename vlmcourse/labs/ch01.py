@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.fsdp import find_blocks
 from vlmcourse.presets import get_model
 
-T = TypeVar("T")
 MAX_SEQ_LEN = 256
 
 # --- Predictions and tables -----------------------------------------------------------------------------------------
@@ -130,31 +129,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return ((got - expected).norm() / expected.norm()).item()
 
 
-def exchange(tensor: Tensor) -> Tensor:
-    """Give a tensor to the other one of two ranks and return what that one gives.
-
-    Communicates: the tensor, once in each direction.
-    """
-    received, other = torch.empty_like(tensor), 1 - dist.get_rank()
-    requests = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, tensor.contiguous(), other), dist.P2POp(dist.irecv, received, other)]
-    )
-    for request in requests:
-        request.wait()
-    return received
-
-
 # --- Looking at a run -----------------------------------------------------------------------------------------------
-
-
-def from_every_rank(value: T) -> list[T]:
-    """Return the value of every rank, in rank order; all ranks must call this.
-
-    Communicates: an all-gather of the pickled value.
-    """
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def uneven_shards(model: nn.Module) -> dict[str, float]:

@@ -90,16 +90,27 @@ def test_failed_generation_is_an_error_with_nbgraders_last_words(course, monkeyp
 # --- Submissions ----------------------------------------------------------------------------------------------------
 
 
-def test_right_answers_in_another_style_get_full_marks(prepared, tmp_path):
-    marks = grade(answer(prepared.release, RIGHT), prepared, tmp_path)
-    assert not marks.failure
-    assert points(marks) == {
+def test_right_answers_in_another_style_get_full_marks_and_the_command_says_so(
+    course, prepared, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "prepare_course", lambda *_: contextlib.nullcontext(prepared))
+    submitted = tmp_path / "submitted"
+    (submitted / "anna").mkdir(parents=True)
+    nbformat.write(answer(prepared.release, RIGHT), submitted / "anna" / "small.ipynb")
+    (submitted / "bo.ipynb").write_text("no JSON", encoding="utf-8")
+    options = ["--course", str(course), "--assignment", ASSIGNMENT, "--feedback", str(tmp_path / "feedback")]
+    assert command.run(arguments(str(submitted), "--json", *options)) == 1  # bo's could not be graded
+    anna, bo = json.loads(capsys.readouterr().out)
+    assert {cell["grade_id"]: cell["points"] for cell in anna["cells"]} == {
         "small_draw_test": 2,
         "small_double_test": 3,
         "small_award_test": 1,
         "small_essay": None,
     }
-    assert (marks.points, marks.max_auto_points, marks.waiting_points) == (6, 6, 4)
+    assert (anna["points"], anna["max_auto_points"], anna["waiting_points"], anna["failure"]) == (6, 6, 4, "")
+    assert bo["points"] == 0 and "not a notebook" in bo["failure"]
+    assert "6 of 6 points" in (tmp_path / "feedback" / "anna__small.txt").read_text(encoding="utf-8")
+    assert "could not be graded" in (tmp_path / "feedback" / "bo.txt").read_text(encoding="utf-8")
 
 
 def test_tampered_submission_gets_what_its_answers_earn_and_no_more(prepared, tmp_path):
@@ -337,17 +348,13 @@ def arguments(*argv: str):
     return parser.parse_args(argv)
 
 
-def test_grade_command_prints_a_table_and_writes_feedback(course, prepared, tmp_path, capsys, monkeypatch):
+def test_grade_command_prints_table_and_feedback_of_a_single_notebook(course, prepared, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "prepare_course", lambda *_: contextlib.nullcontext(prepared))
-    submitted = tmp_path / "submitted"
-    (submitted / "anna").mkdir(parents=True)
-    nbformat.write(answer(prepared.release, RIGHT), submitted / "anna" / "small.ipynb")
-    (submitted / "bo.ipynb").write_text("no JSON", encoding="utf-8")
-    options = ["--course", str(course), "--assignment", ASSIGNMENT, "--feedback", str(tmp_path / "feedback")]
-    assert command.run(arguments(str(submitted), *options)) == 1  # bo's could not be graded
+    monkeypatch.setattr(command, "grade_submission", lambda *_, name, **__: marks_of(name, 2, 1.5, None))
+    nbformat.write(answer(prepared.release, RIGHT), tmp_path / "small.ipynb")
+    assert command.run(arguments(str(tmp_path / "small.ipynb"), "--course", str(course))) == 0
     text = capsys.readouterr().out
-    assert "6 of 6" in text and "(!) bo.ipynb" in text
-    assert "6 of 6 points" in (tmp_path / "feedback" / "anna__small.txt").read_text(encoding="utf-8")
+    assert "3.5 of 4" in text and "ex04_0: 3.5 of 4" in text and "said 1" in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ setup:
 	@PYTHON='$(PYTHON)' scripts/setup.sh
 
 lab: setup
-	@$(PY) -m jupyterlab $(ROOT_FLAG) $(LAB_FLAGS) $(LAB_NOTEBOOK)
+	@$(PY) -m jupyterlab $(ROOT_FLAG) --ServerApp.root_dir="$(CURDIR)" $(LAB_FLAGS) $(LAB_NOTEBOOK)
 
 test: setup
 	@$(PY) -m pytest

@@ -92,7 +92,9 @@ def test_demo_trains_runs_the_chapter_and_grades():
     assert {"loss before -> after", "held-out exact match", "speed", "ch01_parallelism"} <= set(parts)
     earned, most = re.findall(r"\d+", parts["reference answers"]["seen"])
     assert earned == most and int(most) > 0
-    assert parts["blank submission"]["seen"] == f"0 of {most} points"
+    # nbgrader gives an unchanged written answer its zero without asking a person, so a blank counts out of more points.
+    earned, most_of_blank = re.findall(r"\d+", parts["blank submission"]["seen"])
+    assert earned == "0" and int(most_of_blank) >= int(most)
 
 
 @pytest.mark.notebook

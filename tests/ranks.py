@@ -8,7 +8,7 @@ from pathlib import Path
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import run_ranks
 
-CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def run_worker(script: str, *arguments: str, nproc: int = 2, timeout_s: float = 200) -> None:

@@ -191,6 +191,7 @@ def main(folder: Path) -> None:
     )
     found["dataset"] = len(trainer.train_data)
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    del trainer
     shutdown_ranks()
     shutdown_ranks()
 

@@ -7,6 +7,7 @@ rank. There is no module-level state: the process group itself is the only thing
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -82,9 +83,15 @@ def init_ranks(timeout_s: float = 60) -> Ranks:
 
 
 def shutdown_ranks() -> None:
-    """Leave the process group; does nothing where there is none."""
+    """Leave the process group; does nothing where there is none.
+
+    Wrapped models hold their groups, often in reference cycles. They are collected here: a group that lives until the
+    interpreter is gone can abort the process in its last moment, although all its work is done.
+    """
     if dist.is_available() and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
+        gc.collect()
 
 
 def num_available_cores() -> int:

@@ -121,6 +121,8 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
+        # A rank that leaves before the others have connected would make them fail: nobody goes on until all are here.
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     except dist.DistError as error:
         raise RuntimeError(
             f"rank {rank}: {world_size} ranks did not meet at {address}:{port} within {timeout_s:g} s: all of them "

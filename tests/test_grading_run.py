@@ -19,7 +19,8 @@ from grading_course import ASSIGNMENT, RIGHT, answer, find
 from nbformat.v4 import new_code_cell, new_output
 from nbgrader.api import Gradebook
 
-from vlmcourse.grading import command, run, steps
+from vlmcourse.commands import grade as command
+from vlmcourse.grading import run, steps
 from vlmcourse.grading.process import ProcessResult, stop_tree
 from vlmcourse.grading.report import as_data, format_feedback, format_table
 from vlmcourse.grading.run import CellMarks, Marks, find_assignment, grade_submission, prepare_course

@@ -17,7 +17,7 @@ import vlmcourse
 COMMANDS = {
     "train": ("vlmcourse.commands.train", "train a model as a TOML file says, on one process or several ranks"),
     "doctor": ("vlmcourse.commands.doctor", "show what this machine has, and a fix for what is missing"),
-    "grade": ("vlmcourse.grading.command", "grade a notebook, or a folder of them, in isolation"),
+    "grade": ("vlmcourse.commands.grade", "grade a notebook, or a folder of them, in isolation"),
     "demo": ("vlmcourse.commands.demo", "train on two ranks, run chapter 1, grade two submissions; a table at the end"),
 }
 """Name -> module and one line of help."""

@@ -93,8 +93,13 @@ class Kernel:
             message = self.client.get_iopub_msg(timeout=START_S)
             seen += message["content"].get("text", "")
 
-    def processes(self) -> list[psutil.Process]:
-        """Return what runs with this kernel's mark in its environment, except the kernel itself."""
+    def wait_until_idle(self) -> None:
+        """Wait until a cell that was sent has ended; what is sent before an error is shown would not be run."""
+        while self.client.get_iopub_msg(timeout=START_S)["content"].get("execution_state") != "idle":
+            pass
+
+    def processes(self, with_server: bool = False) -> list[psutil.Process]:
+        """Return what runs with this kernel's mark in its environment, except the kernel and its idle fork server."""
         kernel_pid = self.manager.provisioner.pid  # type: ignore[union-attr]
         found = []
         for process in psutil.process_iter():
@@ -102,15 +107,23 @@ class Kernel:
                 is_ours = process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
             except psutil.Error:
                 continue
-            if is_ours and process.pid != kernel_pid:
+            if is_ours and process.pid != kernel_pid and (with_server or not is_server(process, kernel_pid)):
                 found.append(process)
         return found
 
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
-        for process in self.processes():
+        for process in self.processes(with_server=True):
             process.kill()
+
+
+def is_server(process: psutil.Process, kernel_pid: int) -> bool:
+    """Whether it is the fork server itself; its children, the guards, have the same command line."""
+    try:
+        return process.ppid() == kernel_pid and "vlmcourse.notebook.fork_server" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def wait_until(is_true: Callable[[], bool], within_s: float) -> bool:

@@ -93,7 +93,7 @@ def test_a_killed_kernel_leaves_no_process_and_no_file(kernel: Kernel, private_f
     assert len(kernel.processes()) >= 2 * 4
     assert len(folders_in(private_folders)) == 1
     os.kill(kernel_pid, signal.SIGKILL)
-    assert wait_until(lambda: not kernel.processes(), within_s=30)
+    assert wait_until(lambda: not kernel.processes(with_server=True), within_s=30)
     assert wait_until(lambda: not folders_in(private_folders), within_s=30)
 
 

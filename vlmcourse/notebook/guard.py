@@ -1,11 +1,11 @@
 """A small process between the notebook (or the command line) and one rank, so that nothing can be left running.
 
-The launcher runs `python -I -S guard.py FOLDER COMMAND...` in a session of its own. The guard starts COMMAND, waits for
-it, stops whatever it left behind (such as data loader workers), and ends exactly as it ended: same exit code, same
-signal. It holds the reading end of a pipe as its standard input. When the other end closes, because the launcher asked
+The launcher runs `python -I -S guard.py FOLDER COMMAND...` in a session of its own, or the fork server becomes one. The
+guard starts the rank, waits for it, stops whatever it left behind (such as data loader workers), and ends exactly as it
+ended: same exit code, same signal. It holds the reading end of a pipe as its standard input. When the other end closes, because the launcher asked
 for it or because the notebook's kernel was killed, the guard kills everything below it and removes FOLDER.
 
-Imported by nobody and independent of the rest of the package: it must start in a blink, before anything can go wrong.
+Independent of the rest of the package: as a script it must start in a blink, before anything can go wrong.
 """
 
 from __future__ import annotations
@@ -33,13 +33,25 @@ NO_FOLDER = "-"
 def main(arguments: list[str]) -> None:
     """Run the command of one rank until it ends or its launcher does; never returns."""
     folder, *command = arguments
+    if guard_rank(folder):
+        replace_by(command)
+
+
+def guard_rank(folder: str) -> bool:
+    """Split into a guard and its rank: the rank gets True, and the guard never returns.
+
+    Args:
+        folder: what to remove once the launcher is gone; `NO_FOLDER` for nothing.
+    """
     launcher = os.getppid()
     adopt_orphans()
     wake = listen_for_signals()
     guard = os.getpid()
     rank = os.fork()
     if rank == 0:
-        become_rank(command, guard)
+        os.close(wake)
+        become_rank(guard)
+        return True
     status = None
     while status is None:
         ready, _, _ = select.select([LIFELINE, wake], [], [], POLL_S)
@@ -50,6 +62,7 @@ def main(arguments: list[str]) -> None:
             end_all(rank, folder)
     end_leftovers()
     end_like(status)
+    return False
 
 
 def listen_for_signals() -> int:
@@ -63,15 +76,24 @@ def listen_for_signals() -> int:
     return wake
 
 
-def become_rank(command: list[str], guard: int) -> None:
+def become_rank(guard: int) -> None:
     """Turn the forked child into the rank: it dies with its guard, reads nothing, and has default signals."""
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, LIFELINE)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
+    os.close(nothing)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+
+
+def replace_by(command: list[str]) -> None:
+    """Become the command."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:

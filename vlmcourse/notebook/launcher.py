@@ -1,8 +1,8 @@
 """Starts ranks, passes on what they print, and sees to it that all of them end.
 
 Enters: a command and the number of ranks. Leaves: a `RanksResult`, or a `RankFailure` that names the rank that failed
-first. Plain Python without torch or IPython: the magic, the command line and the tests share it. Each rank is a
-directly started process in a session of its own, with a guard beside it (see `guard.py`).
+first. Plain Python without torch or IPython: the magic, the command line and the tests share it. Each rank is a process
+in a session of its own, with a guard beside it (see `guard.py`), however it is started (see `starting.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from vlmcourse.notebook.failure import RankEnd, RankTimeout, build_failure, name_ranks
 from vlmcourse.notebook.rank_group import OnText, RankGroup
+from vlmcourse.notebook.starting import DirectRank, Starter
 
 MAX_RANKS = 64
 ADDRESS = "127.0.0.1"
@@ -40,6 +41,7 @@ def run_ranks(
     on_line: OnText | None = None,
     on_progress: OnText | None = None,
     private_dir: Path | None = None,
+    starter: Starter | None = None,
 ) -> RanksResult:
     """Run a command on `nproc` ranks of this machine and wait for them.
 
@@ -56,6 +58,7 @@ def run_ranks(
         on_progress: called with (rank, text) for the changing state of a line that is overwritten with carriage
             returns; its last state also arrives through `on_line`.
         private_dir: a folder that is removed if this process is killed while the ranks run.
+        starter: how to start a rank; by default `argv` in a process of its own.
     Returns:
         How each rank ended, and the seconds that the run took.
     Raises:
@@ -68,12 +71,13 @@ def run_ranks(
         raise ValueError(f"timeout_s = {timeout_s}: must be more than 0 seconds")
     if not argv or shutil.which(argv[0]) is None:
         raise ValueError(f"argv = {list(argv)}: must begin with a program that exists")
+    starter = starter or (lambda environment: DirectRank(argv, environment, private_dir))
     group = RankGroup(on_line, on_progress)
     started_s = time.monotonic()
     with reserve_port() as port:
         try:
             for rank in range(nproc):
-                group.start(argv, build_environment(rank, nproc, port, env or {}), rank, private_dir)
+                group.start(rank, starter, build_environment(rank, nproc, port, env or {}))
             group.wait(until_s=started_s + timeout_s)
         finally:
             unfinished = group.unfinished

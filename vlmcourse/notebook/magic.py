@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from IPython.core.displaypub import DisplayPublisher
@@ -22,10 +23,9 @@ from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter
 from vlmcourse.notebook.streams import NotebookPrinter, Printer, TerminalPrinter
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
-
-FIGURE_BACKEND = "module://vlmcourse.notebook.figures"
 
 
 class RanksInterrupted(KeyboardInterrupt):
@@ -38,6 +38,11 @@ class RanksInterrupted(KeyboardInterrupt):
 @magics_class
 class TorchrunMagics(Magics):
     """The magics of the course."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        """Begin to prepare for the first cell."""
+        super().__init__(shell)
+        self.ranks = RankStarter()
 
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
@@ -88,7 +93,7 @@ class TorchrunMagics(Magics):
             show = OutputReader(folder, printer, shell.display_pub)
             folder.write_inputs(inputs)
             folder.write_job(build_job(options, prepared, show.token))
-            run_job(folder, options, show, shell.user_ns)
+            run_job(folder, options, show, shell.user_ns, self.ranks)
             shell.push(read_outputs(folder, options.out_names))
 
 
@@ -155,7 +160,9 @@ def build_job(options: CellOptions, prepared: PreparedCell, token: str) -> Job:
     )
 
 
-def run_job(folder: JobFolder, options: CellOptions, show: OutputReader, namespace: Mapping[str, Any]) -> None:
+def run_job(
+    folder: JobFolder, options: CellOptions, show: OutputReader, namespace: Mapping[str, Any], ranks: RankStarter
+) -> None:
     """Run the ranks of a cell to their end.
 
     Raises:
@@ -166,8 +173,9 @@ def run_job(folder: JobFolder, options: CellOptions, show: OutputReader, namespa
         run_ranks(
             [sys.executable, "-c", BOOT, str(folder.path)],
             options.nproc,
+            starter=partial(ranks.start, folder.path),
             timeout_s=options.timeout_s,
-            env={"MPLBACKEND": FIGURE_BACKEND},
+            env=RANK_ENVIRONMENT,
             on_line=show.line,
             on_progress=show.progress,
             private_dir=folder.path,

@@ -9,15 +9,12 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
-from vlmcourse.notebook import guard
 from vlmcourse.notebook.failure import RankEnd
+from vlmcourse.notebook.starting import RankHandle, Starter
 from vlmcourse.notebook.streams import LineSplitter
 
 POLL_S = 0.1
@@ -47,16 +44,16 @@ def ignore_interrupts() -> Iterator[None]:
 class RankProcess:
     """One rank: its guard's process, its output so far, and how it ended."""
 
-    def __init__(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, rank: int, handle: RankHandle) -> None:
         self.rank = rank
-        self.popen = popen
+        self.handle = handle
         self.splitter = LineSplitter()
         self.signals_sent: set[int] = set()
         self.end: RankEnd | None = None
 
     def poll(self) -> bool:
         """Return whether the process has ended, and remember how."""
-        if self.end is None and (code := self.popen.poll()) is not None:
+        if self.end is None and (code := self.handle.poll()) is not None:
             # The guard leaves nothing behind, unless it was killed itself. Its group's number cannot have a new owner
             # this soon.
             self._signal_group(signal.SIGKILL)
@@ -73,16 +70,11 @@ class RankProcess:
     def cut_lifeline(self) -> None:
         """Have the guard kill the rank and everything below it."""
         self.signals_sent.add(signal.SIGKILL)
-        self.close_lifeline()
-
-    def close_lifeline(self) -> None:
-        """Close this end of the pipe that tells the guard that its launcher is there."""
-        if self.popen.stdin is not None:
-            self.popen.stdin.close()
+        self.handle.close_lifeline()
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, number)
+            os.killpg(self.handle.pid, number)
 
 
 class RankGroup:
@@ -104,29 +96,19 @@ class RankGroup:
         """How the ranks ended, those that have, in rank order."""
         return [process.end for process in self._ranks if process.end is not None]
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], rank: int, private_dir: Path | None) -> None:
+    def start(self, rank: int, starter: Starter, env: Mapping[str, str]) -> None:
         """Start one rank behind its guard.
 
         Raises:
             RuntimeError: if the machine refuses another process.
         """
-        folder = str(private_dir) if private_dir else guard.NO_FOLDER
-        command = [sys.executable, "-I", "-S", guard.__file__, folder, *argv]
         try:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                bufsize=0,
-                start_new_session=True,
-            )
+            handle = starter(env)
         except OSError as error:
             raise RuntimeError(f"rank {rank} could not be started ({error}): run fewer ranks") from error
-        process = RankProcess(rank, popen)
+        process = RankProcess(rank, handle)
         self._ranks.append(process)
-        self._pipes.register(popen.stdout, selectors.EVENT_READ, process)  # type: ignore[arg-type]
+        self._pipes.register(handle.output_fd, selectors.EVENT_READ, process)
 
     def wait(self, until_s: float) -> None:
         """Pass output on until every rank has ended, one has failed, or the clock reads `until_s`."""
@@ -167,9 +149,9 @@ class RankGroup:
                 time.sleep(0.01)
             for process in self._ranks:
                 process.send(signal.SIGKILL)
-                process.popen.wait()
+                process.handle.wait()
                 process.poll()
-                process.close_lifeline()
+                process.handle.close_lifeline()
 
     def _pump(self, seconds: float) -> None:
         """Pass on what arrives within `seconds`; returns early once something did."""
@@ -179,16 +161,15 @@ class RankGroup:
         for key, _ in self._pipes.select(seconds):
             process: RankProcess = key.data
             data = os.read(key.fd, CHUNK_BYTES)
-            self._pass_on(process, data)
-            if not data:
-                self._pipes.unregister(key.fileobj)
-                key.fileobj.close()  # type: ignore[union-attr]
+            if data:
+                self._pass_on(process, data)
+            else:
+                self._close(process)
 
     def _close(self, process: RankProcess) -> None:
         self._pass_on(process, b"")
-        if process.popen.stdout is not None:
-            self._pipes.unregister(process.popen.stdout)
-            process.popen.stdout.close()
+        self._pipes.unregister(process.handle.output_fd)
+        process.handle.close_output()
 
     def _pass_on(self, process: RankProcess, data: bytes) -> None:
         lines, progress = process.splitter.feed(data)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import base64
+import tempfile
 import types
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 from IPython.core.displaypub import DisplayPublisher
@@ -63,37 +64,46 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 class RankShell(InteractiveShell):
-    """A shell without a person: no history file and no prompt."""
+    """A shell without a person: no history, no profile and no prompt."""
 
     display_pub_class = Type(RankDisplayPublisher)
+
+    def init_profile_dir(self, profile_dir: object) -> None:
+        """Make no folder: nothing of a rank is kept."""
 
     def enable_matplotlib(self, gui: str | None = None) -> tuple[str, str]:
         """Ignore `%matplotlib inline` and its like: figures go to the notebook anyway."""
         return "inline", "inline"
 
 
-def build_shell(module: types.ModuleType, home: Path, folder: JobFolder | None, token: str) -> RankShell:
-    """Make the shell whose variables are those of `module`.
-
-    Args:
-        module: the rank's `__main__`.
-        home: a folder for the files that IPython insists on.
-        folder: where displays go; None prints them as text.
-        token: the secret word of this cell, see `Job.token`.
-    """
+@cache
+def get_shell() -> RankShell:
+    """Return this process's shell, whose variables are those of a new, empty `__main__`; made at the first call."""
+    module = types.ModuleType("__main__")
     config = Config()
-    config.HistoryManager.enabled = False
+    config.HistoryManager.enabled, config.HistoryManager.hist_file = False, ":memory:"
     config.InteractiveShell.colors = "nocolor"
-    shell = RankShell.instance(config=config, ipython_dir=str(home), user_module=module, user_ns=module.__dict__)
+    existing = tempfile.gettempdir()  # IPython insists on a folder, and writes nothing into this one
+    shell = RankShell.instance(config=config, ipython_dir=existing, user_module=module, user_ns=module.__dict__)
     atexit.unregister(shell.atexit_operations)
     for name in ("exit", "quit", "open"):  # IPython's versions talk to a person; those of Python stay
         module.__dict__.pop(name, None)
-    publisher = shell.display_pub
-    assert isinstance(publisher, RankDisplayPublisher)
-    publisher.folder, publisher.token = folder, token
     formatter: Any = shell.display_formatter
     formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _draw)
     return shell
+
+
+def connect_shell(shell: RankShell, folder: JobFolder | None, token: str) -> None:
+    """Send what the shell displays to the notebook.
+
+    Args:
+        shell: this rank's.
+        folder: where displays go; None prints them as text.
+        token: the secret word of this cell, see `Job.token`.
+    """
+    publisher = shell.display_pub
+    assert isinstance(publisher, RankDisplayPublisher)
+    publisher.folder, publisher.token = folder, token
 
 
 def show_value(shell: InteractiveShell, value: object) -> None:

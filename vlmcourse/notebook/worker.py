@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import traceback
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,20 +56,20 @@ def run_job(folder: JobFolder, rank: int) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     job = folder.read_job()
     linecache.cache[FILE_NAME] = (0, None, [f"{line}\n" for line in job.shown_lines], FILE_NAME)
-    # What the cell defines is in `__main__`, where pickle and multiprocessing look for it.
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
 
     # These import torch, which takes seconds: an interrupt meanwhile is reported like one in the cell.
     from vlmcourse.notebook.process_group import join_group, leave_group
-    from vlmcourse.notebook.rank_shell import build_shell
+    from vlmcourse.notebook.rank_shell import connect_shell, get_shell
     from vlmcourse.notebook.spawning import send_definitions_by_value
     from vlmcourse.notebook.variables import load_variables
 
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
     send_definitions_by_value()
-    shell = build_shell(module, folder.path / f"ipython-{rank}", folder if rank == 0 else None, job.token)
-    namespace = module.__dict__
+    shell = get_shell()
+    connect_shell(shell, folder if rank == 0 else None, job.token)
+    # What the cell defines is in `__main__`, where pickle and multiprocessing look for it.
+    sys.modules["__main__"] = shell.user_module
+    namespace = shell.user_ns
     namespace.update(load_variables(folder.inputs.read_bytes()))
     namespace.update(rank=ranks.rank, local_rank=ranks.local_rank, world_size=ranks.world_size, device=ranks.device)
     try:

@@ -1,0 +1,116 @@
+"""Ranks that are forked from a server which has imported torch: as fast as said, and as if they were new processes."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from notebook_kernel import Kernel, is_server
+
+from vlmcourse.notebook import starting
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]
+
+FIND_SERVER = "import psutil; server = psutil.Process(__import__('os').getppid()).ppid()"
+"""In a rank: the process that its guard was forked from."""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(cwd=str(tmp_path_factory.mktemp("here")))
+    try:
+        assert kernel.run("%load_ext vlmcourse").error == ""
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def servers(kernel: Kernel) -> list[psutil.Process]:
+    kernel_pid = kernel.manager.provisioner.pid  # type: ignore[union-attr]
+    return [process for process in kernel.processes(with_server=True) if is_server(process, kernel_pid)]
+
+
+def test_every_rank_comes_from_the_one_server(kernel: Kernel) -> None:
+    found = set()
+    for _ in range(2):
+        shown = kernel.run(f"%%torchrun -n 2\n{FIND_SERVER}\nprint(server)")
+        assert shown.error == ""
+        found |= {shown.lines(0)[0], shown.lines(1)[0]}
+    (server,) = servers(kernel)
+    assert found == {str(server.pid)}
+
+
+def test_a_rank_starts_as_if_it_were_new(kernel: Kernel) -> None:
+    draw = """%%torchrun -n 2 --out seen
+        import os, random, sys, threading
+        import numpy, torch
+        from vlmcourse.labs.by_hand import from_every_rank
+        assert "leftover" not in globals()
+        leftover = 1
+        sys.modules["json"].leftover = 1
+        seen = from_every_rank([random.random(), float(numpy.random.rand()), torch.initial_seed(), os.getpid()])
+        print(hasattr(sys.modules["re"], "leftover"), torch.get_num_threads(), sys.argv, __name__)
+    """
+    assert kernel.run(draw).error == ""
+    assert kernel.run("first = seen").error == ""
+    shown = kernel.run(draw)
+    assert shown.lines(0) == shown.lines(1) == ["False 1 ['-c'] __main__"]
+    compare = """
+        drawn = [number for of_rank in (*first, *seen) for number in of_rank]
+        assert len(set(drawn)) == 4 * 4, drawn
+    """
+    assert kernel.run(compare).error == ""
+
+
+def test_ranks_see_the_notebooks_folder_path_and_environment_of_now(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "brought.py").write_text("value = 7\n", encoding="utf-8")
+    before = servers(kernel)[0].pid
+    there = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.append({str(tmp_path)!r})"
+    assert kernel.run(f"{there}; os.environ['VLMCOURSE_TEST_WORD'] = 'ümlaut'").error == ""
+    cell = "%%torchrun -n 1\nimport os, brought\nprint(brought.value, os.getcwd(), os.environ['VLMCOURSE_TEST_WORD'])"
+    assert kernel.run(cell).lines(0) == [f"7 {tmp_path} ümlaut"]
+    after = servers(kernel)
+    # torch and other libraries read the environment once, when they are imported.
+    assert len(after) == 1 and after[0].pid != before
+    (tmp_path / "brought.py").write_text("value = 80\n", encoding="utf-8")
+    assert kernel.run(cell).lines(0) == [f"80 {tmp_path} ümlaut"]
+
+
+def test_a_killed_server_ends_its_ranks_and_the_next_cell_has_a_new_one(kernel: Kernel) -> None:
+    (server,) = servers(kernel)
+    kernel.start("%%torchrun -n 2\nimport time\nprint('up')\ntime.sleep(100)")
+    kernel.wait_for_text("[1] up")
+    server.send_signal(signal.SIGKILL)
+    kernel.wait_until_idle()
+    assert kernel.processes() == []
+    shown = kernel.run("%%torchrun -n 2\nprint('again')")
+    assert shown.error == ""
+    assert shown.lines(0) == shown.lines(1) == ["again"]
+    assert [process.pid for process in servers(kernel)] != [server.pid]
+
+
+def test_where_forking_is_not_possible_ranks_are_started_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        def is_current(self, env: object) -> bool:
+            return True
+
+        def start_rank(self, private_dir: Path, env: object) -> None:
+            return None
+
+        def close(self) -> None:
+            pass
+
+    started = []
+    monkeypatch.setattr(starting, "ForkServerClient", lambda env: Refusing())
+    monkeypatch.setattr(starting, "DirectRank", lambda *arguments: started.append(arguments))
+    ranks = starting.RankStarter()
+    ranks.start(tmp_path, os.environ)
+    assert len(started) == 1
+    monkeypatch.setattr(starting.sys, "platform", "darwin")
+    monkeypatch.setattr(starting, "ForkServerClient", None)
+    starting.RankStarter().start(tmp_path, os.environ)
+    assert len(started) == 2

@@ -1,0 +1,179 @@
+"""A process that has imported torch and then waits to split into ranks: a start costs milliseconds instead of seconds.
+
+Runs beside the notebook's kernel, one per kernel. It never touches CUDA and runs no code of a cell, so every rank starts
+as if it were new. Enters through a private socket: the description of a rank and three open files. Leaves: a guard with
+its rank (see `guard.py`), and later how it ended. When the kernel closes its end of the socket, even by being killed,
+this process ends, and every guard with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+
+from vlmcourse.notebook import guard
+
+FIRST_MODULES = (
+    "torch",
+    *(f"vlmcourse.notebook.{name}" for name in ("worker", "process_group", "rank_shell", "spawning", "variables")),
+)
+"""Imported before the first rank: what every cell needs."""
+IDLE_MODULES = ("torch.distributed.fsdp", "vlmcourse.train.trainer", "torch._dynamo", "matplotlib.pyplot")
+"""Imported one by one while nothing else is to do: what most cells need sooner or later."""
+READY = -1
+REFUSED = -2
+"""Sent in place of a process id: this process cannot be split any more, because CUDA is in use in it."""
+NUMBER = struct.Struct("=q")
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+    "from vlmcourse.notebook.fork_server import main; main(int(sys.argv.pop()))"
+)
+"""Run with `python -c BOOT SOCKET SYS_PATH`."""
+
+
+def main(control_fd: int) -> None:
+    """Serve until the other end of the socket is closed; in a forked rank, run its cell and end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=control_fd)
+    for name in FIRST_MODULES:
+        importlib.import_module(name)
+    sys.modules["vlmcourse.notebook.rank_shell"].get_shell()
+    with contextlib.suppress(BrokenPipeError):
+        control.send(NUMBER.pack(READY))
+        ForkServer(control).serve()
+    os._exit(0)
+
+
+class ForkServer:
+    """The loop of the server: import, fork, and tell how ranks ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._wake, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._write_end = write_end
+        self._status_files: dict[int, int] = {}
+        """Where to tell how a guard ended, by its process id."""
+        self._to_import = list(IDLE_MODULES)
+
+    def serve(self) -> None:
+        """Answer requests; returns when the kernel has gone."""
+        while True:
+            idle = self._to_import and not self._status_files
+            ready, _, _ = select.select([self._control, self._wake], [], [], 0 if idle else None)
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._report_ends()
+            if self._control in ready:
+                message, files, _, _ = socket.recv_fds(self._control, 4096, 3)
+                if not message:
+                    return
+                self._answer(message.decode(), files)
+            elif not ready and idle:
+                importlib.import_module(self._to_import.pop(0))
+
+    def _answer(self, request_path: str, files: list[int]) -> None:
+        output, lifeline, status = files
+        if not can_fork():
+            os.close(status)
+            self._control.send(NUMBER.pack(REFUSED))
+        else:
+            gc.freeze()  # a collection in a child would write to, and so copy, every page that it shares with this one
+            is_up, says_up = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(request_path, output, lifeline, status, is_up, says_up)
+            os.close(says_up)
+            os.read(is_up, 1)  # the guard leads a session of its own from here on, so that it can be signalled
+            os.close(is_up)
+            self._status_files[pid] = status
+            self._control.send(NUMBER.pack(pid))
+        os.close(output)
+        os.close(lifeline)
+
+    def _become_rank(
+        self, request_path: str, output: int, lifeline: int, status: int, is_up: int, says_up: int
+    ) -> None:
+        """Continue as a guard and, below it, as a rank that runs its cell; never returns."""
+        code = 1
+        try:
+            os.setsid()
+            os.dup2(lifeline, guard.LIFELINE)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            self._control.close()
+            signal.set_wakeup_fd(-1)
+            own = (output, lifeline, status, is_up, says_up, self._wake, self._write_end, *self._status_files.values())
+            for file in own:
+                os.close(file)
+            request = json.loads(Path(request_path).read_bytes())
+            if guard.guard_rank(request["private_dir"]):
+                code = run_rank(request)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            os._exit(code)
+
+    def _report_ends(self) -> None:
+        """Collect guards that have ended and tell how."""
+        for pid, status_file in list(self._status_files.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(status_file, NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                os.close(status_file)
+                del self._status_files[pid]
+
+
+def can_fork() -> bool:
+    """Whether ranks forked from here can use CUDA: not once this process has, for whatever reason."""
+    import torch
+
+    return not torch.cuda.is_initialized()
+
+
+def run_rank(request: dict) -> int:
+    """Run the cell as a process of its own would; return the exit code."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.path[:] = request["sys_path"]
+    sys.argv[:] = ["-c"]
+    import numpy
+    import torch
+
+    # New processes differ in their random numbers; forked ones would all draw the same.
+    random.seed()
+    numpy.random.seed()
+    torch.default_generator.seed()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read from the environment only when torch is imported
+    from vlmcourse.notebook.worker import main as run_cell
+
+    try:
+        run_cell(request["private_dir"])
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the cell's threads, as the interpreter's end does
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        atexit._run_exitfuncs()
+    return 0

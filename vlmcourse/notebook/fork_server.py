@@ -1,6 +1,6 @@
 """A process that has imported torch and then waits to split into ranks: a start costs milliseconds instead of seconds.
 
-Runs beside the notebook's kernel, one per kernel. It never touches CUDA and runs no code of a cell, so every rank starts
+Runs beside the notebook's kernel, one a kernel. It never touches CUDA and runs no code of a cell, so every rank starts
 as if it were new. Enters through a private socket: the description of a rank and three open files. Leaves: a guard with
 its rank (see `guard.py`), and later how it ended. When the kernel closes its end of the socket, even by being killed,
 this process ends, and every guard with it.
@@ -98,7 +98,8 @@ class ForkServer:
             is_up, says_up = os.pipe()
             pid = os.fork()
             if pid == 0:
-                self._become_rank(request_path, output, lifeline, status, is_up, says_up)
+                inherited = (output, lifeline, status, is_up, says_up)
+                self._become_rank(request_path, output, lifeline, inherited)
             os.close(says_up)
             os.read(is_up, 1)  # the guard leads a session of its own from here on, so that it can be signalled
             os.close(is_up)
@@ -107,9 +108,7 @@ class ForkServer:
         os.close(output)
         os.close(lifeline)
 
-    def _become_rank(
-        self, request_path: str, output: int, lifeline: int, status: int, is_up: int, says_up: int
-    ) -> None:
+    def _become_rank(self, request_path: str, output: int, lifeline: int, inherited: tuple[int, ...]) -> None:
         """Continue as a guard and, below it, as a rank that runs its cell; never returns."""
         code = 1
         try:
@@ -119,8 +118,7 @@ class ForkServer:
             os.dup2(output, 2)
             self._control.close()
             signal.set_wakeup_fd(-1)
-            own = (output, lifeline, status, is_up, says_up, self._wake, self._write_end, *self._status_files.values())
-            for file in own:
+            for file in (*inherited, self._wake, self._write_end, *self._status_files.values()):
                 os.close(file)
             request = json.loads(Path(request_path).read_bytes())
             if guard.guard_rank(request["private_dir"]):

@@ -2,8 +2,9 @@
 
 The launcher runs `python -I -S guard.py FOLDER COMMAND...` in a session of its own, or the fork server becomes one. The
 guard starts the rank, waits for it, stops whatever it left behind (such as data loader workers), and ends exactly as it
-ended: same exit code, same signal. It holds the reading end of a pipe as its standard input. When the other end closes, because the launcher asked
-for it or because the notebook's kernel was killed, the guard kills everything below it and removes FOLDER.
+ended: same exit code, same signal. It holds the reading end of a pipe as its standard input. When the other end closes,
+because the launcher asked for it or because the notebook's kernel was killed, the guard kills everything below it and
+removes FOLDER.
 
 Independent of the rest of the package: as a script it must start in a blink, before anything can go wrong.
 """

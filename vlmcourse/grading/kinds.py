@@ -10,7 +10,14 @@ import enum
 import itertools
 from collections.abc import Iterator
 
-from vlmcourse.planner import Plan, check_plan, estimate_rank_memory, get_device
+from vlmcourse.planner import (
+    Plan,
+    check_plan,
+    count_params,
+    estimate_rank_memory,
+    estimate_state_bytes,
+    get_device,
+)
 from vlmcourse.presets import Cluster, VLMShape
 
 
@@ -112,3 +119,15 @@ def fill_fraction(plan: Plan, model: VLMShape, cluster: Cluster, *, state_only: 
     memory = estimate_rank_memory(plan, model)
     needed = memory.state if state_only else memory.device_total
     return needed / get_device(cluster.device).memory_bytes
+
+
+def vision_state_bytes(plan: Plan, model: VLMShape) -> int:
+    """Return the bytes of training state that the vision tower takes on the device of a rank that holds it."""
+    state = estimate_state_bytes(
+        -(-count_params(model).vision // plan.vision_tp),
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        zero_stage=plan.zero_stage,
+        shard_degree=plan.dp_shard,
+    )
+    return state.weights + state.gradients + (0 if plan.offload_optimizer else state.optimizer)

@@ -14,8 +14,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vlmcourse.grading.kinds import Need, fill_fraction, find_need, plain_plan, plans_of_kind, zero_plan
-from vlmcourse.planner import check_plan, count_params, estimate_rank_memory, get_device
+from vlmcourse.grading.kinds import (
+    Need,
+    fill_fraction,
+    find_need,
+    plain_plan,
+    plans_of_kind,
+    vision_state_bytes,
+    zero_plan,
+)
+from vlmcourse.planner import Plan, check_plan, count_params, estimate_rank_memory, get_device
 from vlmcourse.presets import CLUSTERS, MODELS, Cluster, LanguageShape, VisionShape, VLMShape
 
 MAX_DRAWS = 20_000
@@ -117,19 +125,41 @@ def needs_remedy(model: VLMShape, cluster: Cluster) -> bool:
     return all(fill_fraction(plan, model, cluster) >= 1.04 for plan in plans_of_kind(Need.SHARDED, cluster))
 
 
+def would_fit_without(left_out_bytes: float, plan: Plan, model: VLMShape, cluster: Cluster) -> bool:
+    """Tell whether a plan would fit if a rank needed so many bytes less than it does."""
+    needed = estimate_rank_memory(plan, model).device_total - left_out_bytes
+    return needed <= 0.97 * get_device(cluster.device).memory_bytes
+
+
+def needs_split(model: VLMShape, cluster: Cluster) -> bool:
+    """DDP does not fit; splitting the state over the ranks is enough."""
+    return needs_stage_1_or_2(model, cluster) or needs_full_shard(model, cluster)
+
+
 def one_moment_less_would_fit(model: VLMShape, cluster: Cluster) -> bool:
     """A remedy is needed, but 12 bytes a parameter in place of 16 would fit on the devices."""
-    memory = estimate_rank_memory(zero_plan(cluster, 3), model)
-    short = memory.device_total - memory.optimizer // 3
-    return short <= 0.97 * get_device(cluster.device).memory_bytes and needs_remedy(model, cluster)
+    plan = zero_plan(cluster, 3)
+    moment = estimate_rank_memory(plan, model).optimizer // 3
+    return would_fit_without(moment, plan, model, cluster) and needs_remedy(model, cluster)
 
 
 def ddp_would_fit_with_one_moment(model: VLMShape, cluster: Cluster) -> bool:
     """State has to be split, but with 12 bytes a parameter in place of 16 DDP would fit."""
-    memory = estimate_rank_memory(plain_plan(cluster), model)
-    short = memory.device_total - memory.optimizer // 3
-    fits = short <= 0.97 * get_device(cluster.device).memory_bytes
-    return fits and (needs_stage_1_or_2(model, cluster) or needs_full_shard(model, cluster))
+    plan = plain_plan(cluster)
+    moment = estimate_rank_memory(plan, model).optimizer // 3
+    return would_fit_without(moment, plan, model, cluster) and needs_split(model, cluster)
+
+
+def vision_decides(model: VLMShape, cluster: Cluster) -> bool:
+    """A remedy is needed, but without the vision tower's state ZeRO-3 would fit."""
+    plan = zero_plan(cluster, 3)
+    return would_fit_without(vision_state_bytes(plan, model), plan, model, cluster) and needs_remedy(model, cluster)
+
+
+def vision_decides_on_ddp(model: VLMShape, cluster: Cluster) -> bool:
+    """State has to be split, but without the vision tower's state DDP would fit."""
+    plan = plain_plan(cluster)
+    return would_fit_without(vision_state_bytes(plan, model), plan, model, cluster) and needs_split(model, cluster)
 
 
 def state_alone_would_fit(model: VLMShape, cluster: Cluster) -> bool:
@@ -202,16 +232,19 @@ GROUPS: dict[str, tuple[Recipe, ...]] = {
     ),
     "sharded": (
         (needs_full_shard, {}),
-        (needs_full_shard, {"devices": ("a100-40",)}),
+        (vision_decides_on_ddp, {}),
         (ddp_would_fit_with_one_moment, {}),
+        (needs_full_shard, {"devices": ("a100-40",)}),
         (needs_stage_1_or_2, {}),
+        (needs_full_shard, {}),
     ),
     "remedy": (
         (one_moment_less_would_fit, {}),
-        (one_moment_less_would_fit, {}),
+        (vision_decides, {}),
         (only_eight_bit, {"host_gb": (64, 128, 192)}),
         (only_offload, {}),
         (state_alone_would_fit, {}),
+        (one_moment_less_would_fit, {}),
     ),
     "ranks": (
         (needs_full_shard, {"nodes": (2, 3)}),

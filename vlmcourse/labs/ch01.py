@@ -25,7 +25,7 @@ from vlmcourse.data.samples import Sample
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.parallel.comm import local_part
-from vlmcourse.parallel.fsdp import find_blocks
+from vlmcourse.parallel.fsdp import find_units
 from vlmcourse.presets import get_model
 
 MAX_SEQ_LEN = 256
@@ -215,7 +215,7 @@ def watch_gathered_weights(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
 
         return hook
 
-    blocks = set(find_blocks(model))
+    blocks = set(find_units(model))
     handles = []
     for name, module in model.named_modules():
         if module in blocks:

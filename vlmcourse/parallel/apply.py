@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vlmcourse.config import ParallelConfig, check_world_size
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.data import apply_ddp
-from vlmcourse.parallel.fsdp import apply_fsdp, find_blocks
+from vlmcourse.parallel.fsdp import apply_fsdp, find_units
 from vlmcourse.parallel.mesh import Ranks
 
 
@@ -77,7 +77,7 @@ def check_strategy(model: nn.Module, strategy: str, ranks: Ranks) -> None:
 
 
 def _check_sharding(model: nn.Module, ranks: Ranks, where: str) -> None:
-    plain = [type(part).__name__ for part in (model, *find_blocks(model)) if not isinstance(part, FSDPModule)]
+    plain = [type(part).__name__ for part in (model, *find_units(model)) if not isinstance(part, FSDPModule)]
     if plain:
         raise RuntimeError(f"{where}: {len(plain)} parts are not wrapped by fully_shard, the first a {plain[0]}")
     whole = [

@@ -20,7 +20,7 @@ from vlmcourse.parallel.mesh import Ranks
 
 
 def apply_fsdp(model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Shard every parameter of `model` over all ranks, one group a transformer block and one for the rest.
+    """Shard every parameter of `model` over all ranks, one unit a transformer block and one for the rest.
 
     Args:
         model: the same architecture on every rank; weights may differ, rank 0's win.
@@ -29,23 +29,43 @@ def apply_fsdp(model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None
 
     Returns:
         `model`, changed in place: parameters are `DTensor`s sharded on dimension 0.
+
+    Raises:
+        ValueError: if there are no blocks: the model would be gathered as a whole, which saves nothing at the peak.
     Communicates: now, a broadcast of all weights from rank 0; then, per forward, an all-gather of each block, and in
         backward another all-gather and a reduce-scatter of each block's gradients.
     """
+    units = find_units(model)
     broadcast_weights(model)
     mesh = mesh or init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
     # Innermost first: a parameter belongs to the first call that sees it. The default `reshard_after_forward` frees a
-    # block's gathered weights after forward and keeps the root's, which backward needs first anyway.
-    for block in find_blocks(model):
-        fully_shard(block, mesh=mesh)
+    # unit's gathered weights after forward and keeps the root's, which backward needs first anyway.
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer blocks of all towers: the members of every `ModuleList` called `blocks`."""
-    lists = [m for name, m in model.named_modules() if name.split(".")[-1] == "blocks" and isinstance(m, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks]
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return what is gathered and freed together, besides the root unit with all the rest.
+
+    These are the transformer blocks of all towers, the members of every `ModuleList` called `blocks`, and the embedding
+    and output matrix (`embedding`, `lm_head`) where they are two: tied, they are one parameter of the root.
+
+    Raises:
+        ValueError: if there is no block.
+    """
+    named = [(name.split(".")[-1], module) for name, module in model.named_modules()]
+    blocks = [block for name, part in named if name == "blocks" and isinstance(part, nn.ModuleList) for block in part]
+    if not blocks:
+        raise ValueError(
+            f"FSDP finds no blocks in this {type(model).__name__}: it would gather the whole model at once. Keep the "
+            "layers in a ModuleList called `blocks`, or call fully_shard on each layer and then on the model yourself"
+        )
+    embeddings = [part for name, part in named if name == "embedding" and isinstance(part, nn.Embedding)]
+    heads = [part for name, part in named if name == "lm_head" and isinstance(part, nn.Linear)]
+    tied = {id(embedding.weight) for embedding in embeddings} & {id(head.weight) for head in heads}
+    return blocks + [part for part in (*embeddings, *heads) if heads and id(part.weight) not in tied]
 
 
 @torch.no_grad()

@@ -19,7 +19,5 @@ def test_units_are_blocks_and_the_embedding_and_output_matrix_where_they_are_two
 
 def test_a_model_without_blocks_is_refused_and_told_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(
-        ValueError, match="no blocks in this Sequential.*called `blocks`, or call fully_shard"
-    ):
+    with pytest.raises(ValueError, match="no blocks in this Sequential.*called `blocks`, or call fully_shard"):
         find_units(model)

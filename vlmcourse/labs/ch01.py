@@ -195,10 +195,11 @@ def ring_bytes(counts: Mapping[str, Traffic], num_ranks: int) -> dict[str, float
 
 @contextmanager
 def watch_gathered_weights(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
-    """Note, before and after every transformer block, how many bytes of whole weights an FSDP2 model holds.
+    """Note, before and after every unit but the root, how many bytes of whole weights an FSDP2 model holds.
 
     A parameter of an FSDP2 model is a `DTensor` (this rank's shard) except while it is gathered; then it is a plain
-    tensor. What FSDP gathers ahead for the next block is not seen.
+    tensor. What FSDP gathers ahead for the next unit is not seen, nor embedding and
+    output matrix in backward (hooks there would stand in FSDP's way).
 
     Args:
         model: sharded by `apply_fsdp`.
@@ -215,13 +216,16 @@ def watch_gathered_weights(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
 
         return hook
 
-    blocks = set(find_units(model))
+    units = set(find_units(model))
     handles = []
     for name, module in model.named_modules():
-        if module in blocks:
+        if module in units:
             handles += [
                 module.register_forward_pre_hook(note(f"forward {name}")),
                 module.register_forward_hook(note(f"after forward {name}")),
+            ]
+        if module in units and name.split(".")[-1] not in ("embedding", "lm_head"):
+            handles += [
                 module.register_full_backward_pre_hook(note(f"before backward {name}")),
                 module.register_full_backward_hook(note(f"backward {name}")),
             ]

@@ -69,14 +69,14 @@ def plot_gathered_weights(
     axes.axhline(whole_bytes / MB, color="black", ls="--", lw=1.5, label="DDP: all weights")
     for name, first in boundaries.items():
         axes.axvline(first, color=COLOURS["idle"], lw=1)
-        axes.text(first, 1.22 * whole_bytes / MB, f" {name}", va="top", fontsize=9)
+        axes.text(first, 1.22 * whole_bytes / MB, f" {name}".replace(", ", ",\n "), va="top", fontsize=9)
     axes.set(
         xlim=(0, len(held) - 1),
         ylim=(0, 1.25 * whole_bytes / MB),
         xticks=[],
-        xlabel="time: one moment before and one after each transformer block",
+        xlabel="time: one moment before and one after each unit",
         ylabel="weights on this rank (MB)",
-        title="FSDP holds one block whole at a time",
+        title="FSDP gathers one unit at a time",
     )
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure

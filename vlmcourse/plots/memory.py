@@ -25,7 +25,7 @@ def plot_state(states: Mapping[str, StateBytes], device_bytes: Mapping[str, int]
     """
     figure, axes = new_figure(1.5 + 0.5 * len(states))
     for name, size in device_bytes.items():
-        axes.axvline(size / GB, color="black", ls="--", lw=1)
+        axes.axvline(size / GB, color="black", ls="--", lw=1, zorder=0)
         axes.text(size / GB, -0.62, name, ha="center", va="bottom", fontsize=9)
     for row, state in enumerate(states.values()):
         sizes = {owner: getattr(state, owner) / GB for owner in OWNERS}

@@ -13,7 +13,7 @@ from vlmcourse.data.samples import IGNORE_LABEL, Batch, Sample
 from vlmcourse.data.tokenizer import IMAGE_MARKER
 from vlmcourse.plots.style import COLOURS, new_figure
 
-TOKEN_KINDS = ("padding", "image", "text, not learned", "text, supervised")
+TOKEN_KINDS = ("padding", "visual token", "text, not learned", "text, supervised")
 TOKEN_COLOURS = ("#FFFFFF", COLOURS["visual_tokens"], COLOURS["idle"], COLOURS["loss"])
 
 
@@ -27,11 +27,11 @@ def plot_conversations(samples: Sequence[Sample]) -> Figure:
         A figure with one column a sample.
     """
     figure, panels = new_figure(4.3, 1, len(samples), squeeze=False)
-    for axes, sample in zip(panels[0], samples, strict=True):
+    for number, (axes, sample) in enumerate(zip(panels[0], samples, strict=True), start=1):
         picture = np.asarray(sample.images[0])
         axes.imshow(picture, interpolation="nearest")
         height_px, width_px = picture.shape[:2]
-        axes.set_title(sample.sample_id, fontsize=9)
+        axes.set_title(f"picture {number}", fontsize=9)
         axes.set(xlabel=f"{width_px} px", ylabel=f"{height_px} px", xticks=[], yticks=[])
         turns = [
             ("Q: " if message.role == "user" else "A: ") + message.text.replace(IMAGE_MARKER, "").strip()

@@ -1,7 +1,7 @@
 """What all figures share: one colour a quantity, sizes that stay legible at a notebook's width, units.
 
-The colours are Okabe and Ito's palette, which colour-blind readers can tell apart and which stays in order when printed
-grey.
+The colours are Okabe and Ito's palette, which colour-blind readers can tell apart; the optimizer is dotted too, since
+its colour and that of gradients are nearly the same grey.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ COLOURS = {
 }
 """One colour a quantity, the same in every figure."""
 
+HATCHES = {"optimizer": ".."}
 OWNERS = ("weights", "gradients", "optimizer")
 """Training state by owner, in the order in which it is stacked."""
 
@@ -65,7 +66,9 @@ def stack_bars(axes: Axes, position: float, sizes: Mapping[str, float], *, horiz
     for owner, size in sizes.items():
         draw = axes.barh if horizontal else axes.bar
         offset = {"left": start} if horizontal else {"bottom": start}
-        draw([position], [size], color=COLOURS[owner], edgecolor="white", linewidth=0.8, **offset, **options)
+        hatch = HATCHES.get(owner, "") + options.get("hatch", "")
+        style = options | {"color": COLOURS[owner], "edgecolor": "white", "linewidth": 0.8, "hatch": hatch}
+        draw([position], [size], **offset, **style)
         start += size
     return start
 
@@ -73,5 +76,5 @@ def stack_bars(axes: Axes, position: float, sizes: Mapping[str, float], *, horiz
 def add_owner_legend(axes: Axes, owners: Mapping[str, str] | tuple[str, ...], **options: Any) -> None:
     """Explain the colours of owners once, whatever the number of bars."""
     names = owners if isinstance(owners, Mapping) else {owner: owner for owner in owners}
-    handles = [Patch(facecolor=COLOURS[owner]) for owner in names]
+    handles = [Patch(facecolor=COLOURS[owner], edgecolor="white", hatch=HATCHES.get(owner)) for owner in names]
     axes.legend(handles, list(names.values()), frameon=False, **options)

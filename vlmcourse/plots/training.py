@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from vlmcourse.plots.style import COLOURS, new_figure
 
@@ -74,6 +75,7 @@ def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
     below.set(xlabel="optimizer step", ylabel=f"difference to\n{reference_name} (nats)", yscale="log")
     below.set_ylim(*_decades([d for line in below.lines for d in line.get_ydata() if not math.isnan(d)]))
     below.grid(axis="y", alpha=0.3)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

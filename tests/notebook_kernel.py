@@ -72,6 +72,8 @@ class Kernel:
                 shown.outputs.append(("display", content["data"]))
             elif kind == "update_display_data":
                 shown.outputs.append(("update", content["data"]))
+            elif kind == "clear_output":
+                shown.outputs.append(("clear", content["wait"]))
             elif kind == "error":
                 shown.outputs.append(("error", content["ename"]))
                 shown.error = f"{content['ename']}: {content['evalue']}"

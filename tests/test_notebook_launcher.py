@@ -22,8 +22,8 @@ from vlmcourse.notebook.failure import (
     describe_exit,
     find_root,
 )
+from vlmcourse.notebook.interrupts import ignore_interrupts
 from vlmcourse.notebook.launcher import RanksResult, build_environment, reserve_port, run_ranks
-from vlmcourse.notebook.rank_group import ignore_interrupts
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60
@@ -94,7 +94,7 @@ def test_a_reserved_port_is_given_to_nobody_else_but_rank_0_can_listen_on_it() -
             stranger.bind(("127.0.0.1", port))
         with socket.socket() as rank_0:
             rank_0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            rank_0.bind(("", port))
+            rank_0.bind(("127.0.0.1", port))
             rank_0.listen()
 
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import psutil
 import pytest
 from notebook_kernel import Kernel, is_server
 
-from vlmcourse.notebook import starting
+from vlmcourse.notebook import jobs, starting
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]
 
@@ -114,3 +116,27 @@ def test_where_forking_is_not_possible_ranks_are_started_directly(
     monkeypatch.setattr(starting, "ForkServerClient", None)
     starting.RankStarter().start(tmp_path, os.environ)
     assert len(started) == 2
+
+
+def test_a_line_stands_in_the_cell_until_the_first_rank_prints() -> None:
+    kernel = Kernel()
+    try:
+        shown = kernel.run("%load_ext vlmcourse\nget_ipython().run_cell_magic('torchrun', '-n 1', 'print(7)')")
+        assert shown.error == ""
+        texts = [data for kind, data in shown.outputs if kind == "text"]
+        assert texts[0].startswith("starting 1 ranks: the first time")
+        assert "clear" in [kind for kind, _ in shown.outputs][1]
+        assert shown.lines(0) == ["7"]
+        assert "starting" not in kernel.run("%%torchrun -n 1\nprint(8)").stdout
+    finally:
+        kernel.close()
+
+
+def test_folders_of_killed_kernels_are_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.tempfile, "tempdir", str(tmp_path))
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / f"vlmcourse-cell-{child.pid}-old").mkdir()
+    with jobs.open_job_folder() as folder:
+        jobs.remove_orphans()
+        assert [path for path in tmp_path.iterdir()] == [folder.path]

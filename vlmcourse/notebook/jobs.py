@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.notebook.failure import RankReport
+from vlmcourse.notebook.interrupts import ignore_interrupts
 
+FOLDER_PREFIX = "vlmcourse-cell-"
 FILE_NAME = "cell"
 """What tracebacks call the code of the cell."""
 MARK = "\x1b_{token}:{number}\x1b\\"
@@ -113,8 +115,28 @@ class JobFolder:
 @contextlib.contextmanager
 def open_job_folder() -> Iterator[JobFolder]:
     """Make a private folder for one cell, and remove it afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="vlmcourse-cell-"))
+    path = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
     try:
         yield JobFolder(path)
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        with ignore_interrupts():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_orphans() -> None:
+    """Remove the folders of this user's kernels that were killed before a guard could do it."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
+        owner = path.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if owner.isdigit() and not is_alive(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -11,11 +11,13 @@ import contextlib
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmcourse.machine import num_usable_cores
 from vlmcourse.notebook.failure import RankEnd, RankTimeout, build_failure, name_ranks
 from vlmcourse.notebook.rank_group import OnText, RankGroup
 from vlmcourse.notebook.starting import DirectRank, Starter
@@ -135,21 +137,17 @@ def build_environment(rank: int, nproc: int, port: int, extra: Mapping[str, str]
     }
 
 
-def num_usable_cores() -> int:
-    """Return the cores that this process may use: its affinity, and a container's CPU limit where that is lower."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, int(quota) // int(period))
-    return max(1, cores)
-
-
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """Give a free port for rank 0 to listen on, and keep other programs from being handed it meanwhile."""
+    """Give a free port for rank 0 to listen on, and on Linux keep other programs from being handed it meanwhile."""
     with socket.socket() as holder:
         holder.bind((ADDRESS, 0))
+        port = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()  # elsewhere a bound socket would receive, and drop, what is sent to rank 0
+            yield port
+            return
         # Bound without this option, nobody else was given the same port; with it, and as long as this socket does not
         # listen, rank 0 may bind it too.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        yield holder.getsockname()[1]
+        yield port

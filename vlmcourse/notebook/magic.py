@@ -9,8 +9,9 @@ import builtins
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from IPython.core.displaypub import DisplayPublisher
@@ -87,10 +88,12 @@ class TorchrunMagics(Magics):
         assert shell is not None
         options = parse_options(line)
         prepared = prepare_cell(line, cell, shell.transform_cell)
-        inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns))
+        inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
         printer: Printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
             show = OutputReader(folder, printer, shell.display_pub)
+            if hasattr(shell, "kernel") and not self.ranks.is_ready:
+                show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
             folder.write_inputs(inputs)
             folder.write_job(build_job(options, prepared, show.token))
             run_job(folder, options, show, shell.user_ns, self.ranks)
@@ -106,10 +109,24 @@ class OutputReader:
         self._printer = printer
         self._display_pub = display_pub
         start, _, end = MARK.format(token=self.token, number="|").partition("|")
+        self._has_notice = False
         self._mark = re.compile(re.escape(start) + r"(\d+)" + re.escape(end))
+
+    def notice(self, text: str) -> None:
+        """Show a line that the first output of a rank replaces."""
+        print(text, flush=True)
+        self._has_notice = True
+
+    def end_notice(self, wait: bool = True) -> None:
+        """Take the notice away, when the next output comes (`wait`) or at once."""
+        if self._has_notice:
+            self._has_notice = False
+            sys.stdout.flush()
+            self._display_pub.clear_output(wait=wait)
 
     def line(self, rank: int, text: str) -> None:
         """Show a finished line."""
+        self.end_notice()
         before, *marked = self._mark.split(text)
         if before or not marked:
             self._printer.line(rank, before)
@@ -121,6 +138,7 @@ class OutputReader:
     def progress(self, rank: int, text: str) -> None:
         """Show the present state of a progress bar."""
         if not self._mark.search(text):
+            self.end_notice()
             self._printer.progress(rank, text)
 
     def _show(self, message: dict[str, Any]) -> None:
@@ -133,17 +151,26 @@ class OutputReader:
             self._display_pub.publish(**message)
 
 
-def select_variables(names: tuple[str, ...], namespace: Mapping[str, Any]) -> dict[str, Any]:
+def select_variables(
+    names: tuple[str, ...], namespace: Mapping[str, Any], hidden: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the variables of `--in`.
+
+    Args:
+        names: what was asked for.
+        namespace: the notebook's variables.
+        hidden: those that IPython put there.
 
     Raises:
         CellOptionsError: if the notebook has no such variable.
     """
     for name in names:
         if name not in namespace:
-            own = [known for known in namespace if not known.startswith("_")]
-            hint = did_you_mean(name, own) if own else "assign it first"
-            raise CellOptionsError(f"--in {name}: the notebook has no variable {name!r}: {hint}")
+            own = [known for known in namespace if not known.startswith("_") and known not in hidden]
+            hint = f" ({did_you_mean(name, own)})" if own else ""
+            raise CellOptionsError(
+                f"--in {name}: the notebook has no variable {name!r}: run the cell that assigns it first{hint}"
+            )
     return {name: namespace[name] for name in names}
 
 
@@ -194,6 +221,8 @@ def run_job(
         if hint:
             failure.args = (f"{failure}\n{hint}",)
         raise failure from None
+    finally:
+        show.end_notice(wait=False)
 
 
 def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:
@@ -202,8 +231,10 @@ def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> s
     if found is None or found[1] not in namespace or hasattr(builtins, found[1]):
         return ""
     name = found[1]
-    if isinstance(namespace[name], type(sys)):
-        return f"  Ranks start empty: import {name} inside the cell."
+    value = namespace[name]
+    if isinstance(value, ModuleType):
+        statement = f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
+        return f"  Ranks start empty: `{statement}` inside the cell."
     return f"  Ranks start empty: send the notebook's {name} with --in {name}, or define it inside the cell."
 
 

@@ -9,11 +9,11 @@ import contextlib
 import os
 import selectors
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from vlmcourse.notebook.failure import RankEnd
+from vlmcourse.notebook.interrupts import ignore_interrupts
 from vlmcourse.notebook.starting import RankHandle, Starter
 from vlmcourse.notebook.streams import LineSplitter
 
@@ -26,19 +26,6 @@ DRAIN_S = 1.0
 CHUNK_BYTES = 1 << 16
 
 OnText = Callable[[int, str], None]
-
-
-@contextlib.contextmanager
-def ignore_interrupts() -> Iterator[None]:
-    """Let no impatient Ctrl-C cut the last step of a clean-up short."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class RankProcess:

@@ -23,7 +23,7 @@ import vlmcourse
 from vlmcourse.notebook import guard
 from vlmcourse.notebook.fork_server import BOOT as SERVER_BOOT
 from vlmcourse.notebook.fork_server import NUMBER, READY, REFUSED
-from vlmcourse.notebook.jobs import BOOT
+from vlmcourse.notebook.jobs import BOOT, remove_orphans
 
 SERVER_START_S = 120.0
 """How long importing torch may take before ranks are started directly; minutes on a cold network disk."""
@@ -158,7 +158,13 @@ class RankStarter:
         self._server: ForkServerClient | None = None
         self._can_fork = sys.platform == "linux"
         atexit.register(self.close)
+        remove_orphans()
         self.prepare()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a rank would start in a blink."""
+        return self._server is not None and self._server.is_ready
 
     def prepare(self) -> None:
         """See to it that there is a server that has read what is now true."""
@@ -216,12 +222,22 @@ class ForkServerClient:
         """Whether the server runs, in this environment and with the package's files as they are now."""
         return self._popen.poll() is None and self._snapshot == snapshot(env)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server has imported torch."""
+        with self._lock:
+            return self._wait_until_ready(0)
+
+    def _wait_until_ready(self, seconds: float) -> bool:
+        if not self._is_ready:
+            self._is_ready = self._receive(seconds) == READY
+        return self._is_ready
+
     def start_rank(self, private_dir: Path, env: Mapping[str, str]) -> ForkedRank | None:
         """Split off a rank that runs the cell in `private_dir`; return None where the server cannot."""
         with self._lock:
-            if not self._is_ready and self._receive(SERVER_START_S) != READY:
+            if not self._wait_until_ready(SERVER_START_S):
                 return None
-            self._is_ready = True
             return self._request(private_dir, env)
 
     def _request(self, private_dir: Path, env: Mapping[str, str]) -> ForkedRank | None:
@@ -250,8 +266,8 @@ class ForkServerClient:
     def _receive(self, seconds: float) -> int:
         """Return the server's next number; `REFUSED` where none comes."""
         until_s = time.monotonic() + seconds
-        while not select.select([self._control], [], [], 0.1)[0]:
-            if time.monotonic() > until_s:
+        while not select.select([self._control], [], [], min(0.1, seconds))[0]:
+            if time.monotonic() >= until_s:
                 return REFUSED
         message = self._control.recv(NUMBER.size)
         return NUMBER.unpack(message)[0] if message else REFUSED

@@ -18,7 +18,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from vlmcourse.machine import num_usable_cores
+
 logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,6 @@ def shutdown_ranks() -> None:
         gc.collect()
 
 
-def num_available_cores() -> int:
-    """Return how many CPU cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
-
-
 def _join_group(rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
@@ -108,7 +104,8 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
             f"rank {rank}: RANK={rank} is set but MASTER_ADDR={address!r}, MASTER_PORT={port!r}: both must say where "
             "rank 0 listens; start the ranks with %%torchrun, vlmcourse train --nproc or torchrun"
         )
-    if address in ("127.0.0.1", "localhost"):
+    on_this_machine = address == LOOPBACK and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    if address in (LOOPBACK, "localhost"):
         _prefer_loopback()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -116,6 +113,7 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
         dist.init_process_group(
             # CPU tensors (such as the counts and names that a checkpoint exchanges) travel by gloo beside NCCL.
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+            store=_open_private_store(rank, world_size, int(port), timeout_s) if on_this_machine else None,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -128,6 +126,36 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
             f"rank {rank}: {world_size} ranks did not meet at {address}:{port} within {timeout_s:g} s: all of them "
             f"must be started, with the same address and a free port (torch says: {error})"
         ) from error
+
+
+def _open_private_store(rank: int, world_size: int, port: int, timeout_s: float) -> dist.TCPStore:
+    """Open the store in which ranks of one machine find each other, for this machine alone.
+
+    PyTorch's own listens on every network interface, and whoever reaches it may write to it.
+
+    Raises:
+        RuntimeError: on rank 0, if the port is taken.
+    """
+    listener = None
+    if rank == 0:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError as error:
+            listener.close()
+            raise RuntimeError(
+                f"rank 0: cannot listen on {LOOPBACK}:{port} ({error}): choose another MASTER_PORT"
+            ) from error
+        listener.listen(socket.SOMAXCONN)
+    return dist.TCPStore(
+        LOOPBACK,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
 
 
 def _choose_device(rank: int, local_rank: int, num_local_ranks: int) -> tuple[torch.device, str]:
@@ -145,7 +173,7 @@ def _choose_device(rank: int, local_rank: int, num_local_ranks: int) -> tuple[to
 def _share_cores(num_local_ranks: int) -> None:
     """Give each rank its share of the cores: more threads than cores make every rank slower."""
     if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(max(1, num_available_cores() // num_local_ranks))
+        torch.set_num_threads(max(1, num_usable_cores() // num_local_ranks))
 
 
 def _prefer_loopback() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -100,6 +101,8 @@ def test_where_forking_is_not_possible_ranks_are_started_directly(
         def is_current(self, env: object) -> bool:
             return True
 
+        has_died_in_use = False
+
         def start_rank(self, private_dir: Path, env: object) -> None:
             return None
 
@@ -140,3 +143,32 @@ def test_folders_of_killed_kernels_are_removed_by_the_next_one(tmp_path: Path, m
     with jobs.open_job_folder() as folder:
         jobs.remove_orphans()
         assert [path for path in tmp_path.iterdir()] == [folder.path]
+
+
+def test_a_change_of_the_package_between_two_ranks_of_a_cell_waits_for_the_next_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Server:
+        has_died_in_use = True
+
+        def __init__(self, env: object) -> None:
+            made.append(self)
+
+        def is_current(self, env: object) -> bool:
+            return False
+
+        def start_rank(self, private_dir: Path, env: object) -> str:
+            return "forked"
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(starting, "ForkServerClient", Server)
+    ranks = starting.RankStarter()
+    ranks.prepare()
+    assert [ranks.start(tmp_path, os.environ) for _ in range(2)] == ["forked", "forked"]
+    assert len(made) == 2
+    ranks.prepare()
+    assert len(made) == 3

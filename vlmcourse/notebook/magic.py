@@ -92,6 +92,7 @@ class TorchrunMagics(Magics):
         printer: Printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
             show = OutputReader(folder, printer, shell.display_pub)
+            self.ranks.prepare()
             if hasattr(shell, "kernel") and not self.ranks.is_ready:
                 show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
             folder.write_inputs(inputs)

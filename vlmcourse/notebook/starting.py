@@ -167,7 +167,7 @@ class RankStarter:
         return self._server is not None and self._server.is_ready
 
     def prepare(self) -> None:
-        """See to it that there is a server that has read what is now true."""
+        """See to it that there is a server that has read what is now true; call it before the ranks of a cell."""
         if self._can_fork and (self._server is None or not self._server.is_current(os.environ)):
             self.close()
             self._server = ForkServerClient(os.environ)
@@ -178,11 +178,11 @@ class RankStarter:
         Raises:
             OSError: if the machine refuses another process.
         """
-        self.prepare()
-        forked = self._server.start_rank(private_dir, env) if self._server is not None else None
-        if forked is not None:
-            return forked
-        self._can_fork = False
+        if self._server is not None:
+            forked = self._server.start_rank(private_dir, env)
+            if forked is not None:
+                return forked
+            self._can_fork = self._server.has_died_in_use
         return DirectRank([sys.executable, "-c", BOOT, str(private_dir)], env, private_dir)
 
     def close(self) -> None:
@@ -227,6 +227,11 @@ class ForkServerClient:
         """Whether the server has imported torch."""
         with self._lock:
             return self._wait_until_ready(0)
+
+    @property
+    def has_died_in_use(self) -> bool:
+        """Whether the server once worked and is gone, as when someone killed it; another one may work then."""
+        return self._is_ready and self._popen.poll() is not None
 
     def _wait_until_ready(self, seconds: float) -> bool:
         if not self._is_ready:

@@ -210,15 +210,17 @@ class Wrong:
     """Tests that must give no points."""
     named: dict[str, str] = field(default_factory=dict)
     """What the feedback of a test must say."""
+    alone: bool = False
+    """Whether no group of part c may name another misconception than these."""
 
 
 ALL_C = ("c_plain", "c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits")
 
 
 def ladder(needed: str) -> str:
-    """An answer that goes from cheap to dear by its own estimate `needed`, a formula in memory `m` and plan `p`."""
+    """An answer that goes from cheap to dear by its own estimate, a formula in memory `m`, plan `p` and `params`."""
     return f"""
-    def needed(p, m):
+    def needed(p, m, params):
         moments = 8 if p.optimizer == "adamw" else 2
         one_moment = m.optimizer * (moments / 2) / (4 + moments)
         return {needed}
@@ -235,7 +237,7 @@ def ladder(needed: str) -> str:
             full | dict(optimizer="adamw_8bit", offload_optimizer=True),
         ):
             plan = Plan(precision=precision, **choice)
-            if needed(plan, estimate_rank_memory(plan, model)) <= device.memory_bytes:
+            if needed(plan, estimate_rank_memory(plan, model), count_params(model)) <= device.memory_bytes:
                 return plan
         return None
     """
@@ -253,6 +255,26 @@ def changed(name: str, *changes: tuple[str, str]) -> dict[str, str]:
         source = source.replace(old, new)
     return {name: source}
 
+
+FULL = "full = dict(dp_shard=n, zero_stage=3) if n > 1 else {}"
+IN_NODE = (
+    FULL,
+    "local = cluster.devices_per_node\n"
+    "    full = dict(dp_replicate=n // local) | (dict(dp_shard=local, zero_stage=3) if local > 1 else {})",
+)
+TP_IN_NODE = (FULL, "full = dict(tp=cluster.devices_per_node, dp_replicate=cluster.num_nodes)")
+BY_MEMORY = (
+    "check_plan(plan, model, cluster).ok",
+    "estimate_rank_memory(plan, model).device_total <= get_device(cluster.device).memory_bytes",
+)
+UP_TO_ZERO_2 = ("zero_stage=3", "zero_stage=2")
+ZERO_2_AS_3 = ("check_plan(plan, model", "check_plan(replace(plan, zero_stage=3 * (plan.zero_stage > 0)), model")
+IMPORT_REPLACE = ("def choose", "from dataclasses import replace\n\ndef choose")
+NEVER_NONE = ("            return plan\n", "            return plan\n    return plan\n")
+"""Changes of the reference's cell c."""
+
+LANGUAGE_ONLY = "you counted the language tower only: the vision tower trains too"
+ZERO_2_IS_NOT_3 = "weights are not sharded in ZeRO-2"
 
 WRONG_ANSWERS: dict[str, Wrong] = {
     # --- a
@@ -331,32 +353,37 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         answers={C: ladder("m.device_total - one_moment")},
         less=("c_sharded", "c_remedy", "c_ranks"),
         named={"c_remedy": "you counted one Adam moment", "c_sharded": "you counted one Adam moment"},
+        alone=True,
     ),
     "counts one Adam moment and no activations": Wrong(
         answers={C: ladder("m.state - one_moment")},
         less=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
         named={"c_remedy": "you counted one Adam moment"},
+        alone=True,
     ),
     "counts the state only": Wrong(
         answers={C: ladder("m.state")},
         less=("c_sharded", "c_remedy", "c_ranks", "c_limits"),
         named={"c_remedy": "you counted the training state only"},
+        alone=True,
     ),
     "leaves out the gradients": Wrong(
         answers={C: ladder("m.device_total - m.gradients")},
-        less=("c_sharded", "c_remedy", "c_ranks"),
-        none=("c_limits",),
+        less=("c_sharded", "c_remedy", "c_ranks", "c_limits"),
         named={"c_limits": "you left out the gradients"},
+        alone=True,
     ),
     "plans for inference": Wrong(
         answers={C: ladder("m.device_total - m.optimizer")},
         less=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
         named={"c_sharded": "this is the memory of inference", "c_remedy": "this is the memory of inference"},
+        alone=True,
     ),
     "divides by the world size under DDP": Wrong(
         answers={C: ladder("m.device_total - m.state + m.state / p.dp_replicate")},
         less=("c_sharded", "c_ranks", "c_precision"),
         named={"c_sharded": "you divided the state by the world size where it is replicated"},
+        alone=True,
     ),
     "compares the whole state with one device": Wrong(
         answers={C: ladder("m.device_total - m.state + m.state * p.dp_shard")},
@@ -367,6 +394,30 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         answers={C: ladder("m.device_total + m.optimizer / 3")},
         less=("c_plain", "c_sharded", "c_remedy", "c_ranks", "c_precision"),
         named={"c_sharded": "you counted more than 16 bytes a parameter"},
+    ),
+    "counts the language tower only": Wrong(
+        answers={C: ladder("m.device_total - m.state * (1 - params.language / params.total)")},
+        less=("c_sharded", "c_remedy"),
+        named={"c_sharded": LANGUAGE_ONLY, "c_remedy": LANGUAGE_ONLY},
+        alone=True,
+    ),
+    "counts the language tower's state only": Wrong(
+        answers={C: ladder("m.state * params.language / params.total")},
+        less=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
+        named={short: LANGUAGE_ONLY for short in ("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits")},
+        alone=True,
+    ),
+    "counts no fp32 master weights": Wrong(
+        answers={C: ladder("m.device_total - m.optimizer * 4 / (4 + moments)")},
+        less=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
+        named={"c_remedy": "left out the fp32 master weights", "c_limits": "left out the fp32 master weights"},
+        alone=True,
+    ),
+    "compares a need in GB with a device in GiB": Wrong(
+        answers={C: ladder("m.device_total / 10**9 * 2**30")},
+        less=("c_limits",),
+        named={"c_limits": "a GiB is 1.074 GB"},
+        alone=True,
     ),
     # --- c: fixed plans
     "always DDP": Wrong(
@@ -397,6 +448,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         less=("c_plain",),
         none=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
         named={"c_remedy": "training less than was asked"},
+        alone=True,
     ),
     "trains with SGD where Adam does not fit": Wrong(
         answers={C: plan_always("Plan(dp_shard=n, zero_stage=3, optimizer='sgd_momentum') if n > 1 else Plan()")},
@@ -404,12 +456,19 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         none=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
         named={"c_remedy": "the task is to train with AdamW"},
     ),
+    "never answers None": Wrong(
+        answers=changed(C, NEVER_NONE),
+        none=("c_limits",),
+        named={"c_limits": "you never answer None"},
+        alone=True,
+    ),
     # --- c: ranks, heads, devices
     "forgets the other nodes": Wrong(
         answers=changed(C, ("cluster.num_devices", "cluster.devices_per_node")),
         less=("c_ranks",),
         none=("c_limits",),
         named={"c_ranks": "you did not count the ranks of all nodes"},
+        alone=True,
     ),
     "bf16 everywhere": Wrong(
         answers=changed(
@@ -419,12 +478,43 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         ),
         none=("c_precision",),
         named={"c_precision": "you computed in bf16 on a device that has none"},
+        alone=True,
+    ),
+    "bf16 everywhere, and None where that is refused": Wrong(
+        answers=changed(C, ('"fp16_mixed"', '"bf16_mixed"')),
+        none=("c_precision",),
+        named={"c_precision": "you computed in bf16 on a device that has none"},
+        alone=True,
+    ),
+    "splits the state inside each node only": Wrong(
+        answers=changed(C, IN_NODE),
+        less=("c_ranks",),
+        none=("c_limits",),
+        named={"c_ranks": "you split the state inside each node only", "c_limits": "you split the state inside each"},
+        alone=True,
+    ),
+    "splits the state inside each node only, and never answers None": Wrong(
+        answers=changed(C, IN_NODE, NEVER_NONE),
+        less=("c_ranks",),
+        none=("c_limits",),
+        named={"c_ranks": "you split the state inside each node only", "c_limits": "you split the state inside each"},
+        alone=True,
+    ),
+    "tensor parallelism over the node, whatever divides": Wrong(
+        answers=changed(C, TP_IN_NODE, BY_MEMORY),
+        less=("c_sharded", "c_remedy", "c_ranks", "c_precision"),
+        none=("c_limits",),
+        named={
+            "c_sharded": "a tp that does not divide the heads",
+            "c_precision": "a tp that does not divide the heads",
+        },
     ),
     "shards without saying what": Wrong(
         answers={C: plan_always("Plan(dp_shard=n)")},
         less=("c_plain",),
         none=("c_sharded", "c_remedy", "c_ranks", "c_precision", "c_limits"),
         named={"c_sharded": "a zero_stage without dp_shard"},
+        alone=True,
     ),
     "splits both towers over the node": Wrong(
         answers={
@@ -457,6 +547,20 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         answers=changed(C, ("zero_stage=3", "zero_stage=2"), (".ok:", ".ok or choice.get('zero_stage'):")),
         less=("c_sharded", "c_ranks", "c_remedy", "c_precision", "c_limits"),
         named={"c_sharded": "weights are not sharded in ZeRO-2"},
+    ),
+    "thinks that ZeRO-2 splits the weights": Wrong(
+        answers=changed(C, UP_TO_ZERO_2, ZERO_2_AS_3, IMPORT_REPLACE),
+        less=("c_sharded", "c_remedy", "c_ranks", "c_precision"),
+        none=("c_limits",),
+        named={"c_sharded": ZERO_2_IS_NOT_3, "c_remedy": ZERO_2_IS_NOT_3, "c_ranks": ZERO_2_IS_NOT_3},
+        alone=True,
+    ),
+    "knows no ZeRO-3": Wrong(
+        answers=changed(C, UP_TO_ZERO_2),
+        less=("c_sharded", "c_remedy", "c_ranks", "c_precision"),
+        none=("c_limits",),
+        named={"c_sharded": "you never split the weights", "c_limits": "you never split the weights"},
+        alone=True,
     ),
     "stops at ZeRO-1": Wrong(
         answers=changed(C, ("zero_stage=3", "zero_stage=1"), (".ok:", ".ok or choice.get('zero_stage'):")),

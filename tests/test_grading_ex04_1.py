@@ -100,6 +100,12 @@ def grade_here(answers: dict[str, str], test_cells: dict[str, str]) -> Graded:
     return graded
 
 
+def without_hidden_cases(tests: str) -> str:
+    """A test cell as the learner runs it: without the line that names the hidden cases."""
+    seeds = [line for line in tests.splitlines() if line.startswith("seed, num_cases = ")]
+    return tests.replace(seeds[1], "") if seeds else tests
+
+
 def _run_cell(cell: nbformat.NotebookNode, namespace: dict[str, object]) -> tuple[float, str]:
     """Run one test cell; return its points and what it said."""
     body = ast.parse(cell.source)
@@ -243,6 +249,16 @@ def test_feedback_names_the_misconception(name, test_cells):
     feedback = grade_here(wrong.answers, test_cells).feedback
     for short, words in wrong.named.items():
         assert words in feedback[f"ex04_1_{short}"]
+
+
+@pytest.mark.parametrize("name", [name for name, wrong in WRONG_ANSWERS.items() if wrong.alone])
+def test_feedback_names_no_other_misconception_on_visible_and_hidden_cases(name, test_cells):
+    wrong: Wrong = WRONG_ANSWERS[name]
+    for cells in (test_cells, {cell: without_hidden_cases(source) for cell, source in test_cells.items()}):
+        lines = "\n".join(grade_here(wrong.answers, cells).feedback.values()).splitlines()
+        for line in lines:
+            if line.startswith("It looks as if"):
+                assert any(words in line for words in wrong.named.values()), line
 
 
 def test_right_answers_are_never_accused(test_cells):

@@ -6,17 +6,28 @@ import itertools
 
 import pytest
 
-from vlmcourse.grading.kinds import Need, divisors, fill_fraction, kind_of, plain_plan, plans_of_kind, zero_plan
+from vlmcourse.grading.judgement import PROBES
+from vlmcourse.grading.kinds import (
+    Need,
+    divisors,
+    fill_fraction,
+    kind_of,
+    plain_plan,
+    plans_of_kind,
+    vision_state_bytes,
+    zero_plan,
+)
 from vlmcourse.grading.misconceptions import (
     RIGHT_STATE,
     WRONG_ESTIMATES,
     WRONG_STATES,
     decide,
     explain_choices,
+    explain_same_kind,
     explain_state,
 )
-from vlmcourse.grading.scenarios import GROUPS, Scenario, make_scenarios
-from vlmcourse.planner import PRECISIONS, Plan, check_plan, get_device
+from vlmcourse.grading.scenarios import GROUPS, Scenario, make_scenarios, would_fit_without
+from vlmcourse.planner import PRECISIONS, Plan, check_plan, count_params, estimate_rank_memory, get_device
 from vlmcourse.presets import CLUSTERS, MODELS
 
 SEED, NUM_CASES = 11, 6
@@ -148,29 +159,91 @@ def test_plans_tried_for_a_kind_are_of_that_kind_or_cheaper_and_use_every_rank()
 
 # --- Explanations ---------------------------------------------------------------------------------------------------
 
-MIXTURE = [scenario for group in ("plain", "sharded", "remedy", "limits") for scenario in scenarios_of(group)]
+MIXTURE = [scenario for group in PROBES for scenario in scenarios_of(group)]
+
+
+def right_plan(scenario: Scenario) -> Plan | None:
+    return decide(
+        scenario, lambda plan, scenario: estimate_rank_memory(plan, scenario.model).device_total, with_stages=False
+    )
+
+
+def plan_of_kind(kind: Need, scenario: Scenario) -> Plan | None:
+    plans = {
+        Need.PLAIN: plain_plan(scenario.cluster),
+        Need.SHARDED: zero_plan(scenario.cluster, 3),
+        Need.REMEDY: zero_plan(scenario.cluster, 3, offload_optimizer=True),
+    }
+    return plans.get(kind)
 
 
 def test_right_choices_are_never_explained_by_a_wrong_idea():
-    assert explain_choices([(scenario, scenario.need) for scenario in MIXTURE]) == ""
+    choices = [(scenario, right_plan(scenario)) for scenario in MIXTURE]
+    assert explain_choices(choices) == explain_same_kind(choices) == ""
 
 
 def test_choices_that_follow_no_known_idea_are_not_explained():
-    odd = [(scenario, Need((scenario.need + 1 + index % 2) % 4)) for index, scenario in enumerate(MIXTURE)]
-    assert explain_choices(odd) == ""
+    kinds = [Need((scenario.need + 1 + index % 2) % 4) for index, scenario in enumerate(MIXTURE)]
+    odd = [(scenario, plan_of_kind(kind, scenario)) for scenario, kind in zip(MIXTURE, kinds, strict=True)]
+    assert explain_choices(odd) == explain_same_kind(odd) == ""
 
 
-def test_one_slip_among_right_choices_is_not_called_a_misconception():
-    choices = [(scenario, scenario.need) for scenario in MIXTURE]
-    plain = next(index for index, (_, kind) in enumerate(choices) if kind == Need.PLAIN)
-    choices[plain] = (choices[plain][0], Need.SHARDED)
-    assert explain_choices(choices) == ""
+@pytest.mark.parametrize("slip", [Need.SHARDED, Need.REMEDY, Need.IMPOSSIBLE])
+def test_one_slip_among_right_choices_is_not_called_a_misconception(slip):
+    choices = [(scenario, right_plan(scenario)) for scenario in MIXTURE]
+    plain = next(index for index, scenario in enumerate(MIXTURE) if scenario.need == Need.PLAIN)
+    choices[plain] = (MIXTURE[plain], plan_of_kind(slip, MIXTURE[plain]))
+    assert explain_choices(choices) == explain_same_kind(choices) == ""
 
 
-def test_every_wrong_estimate_is_told_from_the_others():
+@pytest.mark.parametrize("with_stages", [True, False])
+def test_every_wrong_estimate_is_told_from_the_others(with_stages):
     for wrong in WRONG_ESTIMATES:
-        choices = [(scenario, decide(scenario, wrong.needed_bytes, with_stages=True)) for scenario in MIXTURE]
+        choices = [(scenario, decide(scenario, wrong.needed_bytes, with_stages=with_stages)) for scenario in MIXTURE]
         assert explain_choices(choices) == wrong.sentence
+
+
+def test_an_estimate_by_which_the_chosen_plans_would_not_fit_explains_nothing():
+    # Whoever takes ZeRO-2 for ZeRO-3 chooses the same kinds as one who divides by the world size under DDP.
+    world_size = next(wrong for wrong in WRONG_ESTIMATES if "world size" in wrong.sentence)
+    plans = [decide(scenario, world_size.needed_bytes, with_stages=False) for scenario in MIXTURE]
+    choices = list(zip(MIXTURE, plans, strict=True))
+    assert explain_choices(choices) == world_size.sentence
+    stage_2 = [
+        (case, zero_plan(case.cluster, 2) if kind_of(plan) == Need.PLAIN and case.need != Need.PLAIN else plan)
+        for case, plan in choices
+    ]
+    assert explain_choices(stage_2) == ""
+
+
+def test_the_same_kind_in_every_case_is_named():
+    assert "same kind of plan" in explain_same_kind([(case, plain_plan(case.cluster)) for case in MIXTURE])
+
+
+@pytest.mark.parametrize(("group", "plan_of"), [("sharded", plain_plan), ("remedy", lambda c: zero_plan(c, 3))])
+@pytest.mark.parametrize("seed", [1, SEED])
+def test_vision_tower_decides_in_some_cases(group, plan_of, seed):
+    deciding = [
+        scenario
+        for scenario in scenarios_of(group, seed)[:4]
+        if would_fit_without(
+            vision_state_bytes(plan_of(scenario.cluster), scenario.model),
+            plan_of(scenario.cluster),
+            scenario.model,
+            scenario.cluster,
+        )
+    ]
+    assert deciding
+    for scenario in deciding:
+        assert not check_plan(plan_of(scenario.cluster), scenario.model, scenario.cluster).ok
+
+
+def test_state_of_the_vision_tower_is_what_a_model_without_it_would_save():
+    model, cluster = MODELS["vlm-13b"], CLUSTERS["a100-40x4"]
+    vision = count_params(model).vision
+    assert vision_state_bytes(plain_plan(cluster), model) == 16 * vision
+    assert vision_state_bytes(zero_plan(cluster, 3), model) == pytest.approx(4 * vision)
+    assert vision_state_bytes(zero_plan(cluster, 3, offload_optimizer=True), model) == pytest.approx(vision)
 
 
 def test_every_wrong_formula_of_state_is_told_from_the_others():

@@ -102,8 +102,47 @@ def test_13b_on_four_a100_40_does_not_fit_without_one(plan):
 
 def test_memory_message_says_needed_available_and_owner():
     message = problems(Plan(dp_shard=4, zero_stage=3), cluster=A100X4)["memory"]
-    assert "57.8 GB" in message and "40.0 GB" in message and "optimizer 39.0" in message
-    assert "split the optimizer state over more ranks" in message
+    assert "58.2 GB" in message and "40.0 GB" in message and "optimizer 39.0" in message
+    assert message.endswith(": make the optimizer state smaller, or move the optimizer state off the device")
+
+
+@pytest.mark.parametrize(
+    ("plan", "advice"),
+    [
+        (Plan(dp_replicate=4), "split the optimizer state over more ranks (a larger dp_shard), or make"),
+        (Plan(dp_shard=4, zero_stage=1), "split weights and gradients too (zero_stage=3), or make"),
+        (Plan(dp_shard=4, zero_stage=3, optimizer="adamw_8bit", micro_batch_size=2), "move the optimizer state off"),
+        (Plan(dp_replicate=4, offload_optimizer=True), "split the weights (zero_stage=3 over dp_shard, tp or pp)"),
+        (
+            Plan(dp_replicate=4, zero_stage=3, offload_optimizer=True),
+            "split the weights over more ranks (a larger dp_shard)",
+        ),
+        (
+            Plan(dp_replicate=4, precision="bf16_fp32_grads", offload_optimizer=True),
+            "split the gradients (zero_stage of 2 or more over dp_shard)",
+        ),
+        (
+            Plan(dp_replicate=4, precision="bf16_fp32_grads", zero_stage=2, offload_optimizer=True),
+            "split the gradients over more ranks (a larger dp_shard)",
+        ),
+        (
+            Plan(dp_shard=4, zero_stage=3, micro_batch_size=64, activation_checkpointing=False, offload_optimizer=True),
+            "checkpoint activations, or lower micro_batch_size, or raise tp",
+        ),
+    ],
+)
+def test_advice_about_memory_is_what_the_plan_does_not_do_yet(plan, advice):
+    assert f": {advice}" in problems(plan, cluster=A100X4)["memory"]
+
+
+def test_split_over_every_rank_already_a_plan_is_told_to_choose_another_size():
+    large = dataclasses.replace(MODEL, language=dataclasses.replace(MODEL.language, num_layers=300))
+    message = problems(Plan(dp_shard=4, zero_stage=3, offload_optimizer=True), large, A100X4)["memory"]
+    assert message.endswith(": choose a smaller model, or more or larger devices")
+    host = problems(Plan(dp_shard=4, zero_stage=3, optimizer="adamw_8bit", offload_optimizer=True), large, A100X4)[
+        "host_memory"
+    ]
+    assert host.endswith(": keep it on the devices")
 
 
 def test_25_vision_heads_do_not_divide_by_two_and_need_not():

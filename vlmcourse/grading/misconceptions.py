@@ -150,10 +150,10 @@ def _plans_to_try(scenario: Scenario, with_stages: bool) -> tuple[Plan, ...]:
     )
 
 
-def _one_moment_less(plan: Plan, memory: RankMemory) -> float:
-    """Return the optimizer bytes that one of two moments takes."""
-    moments = OPTIMIZERS[plan.optimizer]
-    return memory.optimizer * (moments / 2) / (plan.recipe.master_bytes + moments)
+def _master_and_moments(plan: Plan, memory: RankMemory) -> tuple[float, float]:
+    """Return the optimizer bytes on the device that the fp32 master copy takes, and those that the moments take."""
+    sizes = plan.recipe.master_bytes, OPTIMIZERS[plan.optimizer]
+    return memory.optimizer * sizes[0] / sum(sizes), memory.optimizer * sizes[1] / sum(sizes)
 
 
 def _right_estimate(plan: Plan, scenario: Scenario) -> float:
@@ -166,12 +166,17 @@ def _state_only(plan: Plan, scenario: Scenario) -> float:
 
 def _one_moment(plan: Plan, scenario: Scenario) -> float:
     memory = _memory(plan, scenario)
-    return memory.device_total - _one_moment_less(plan, memory)
+    return memory.device_total - _master_and_moments(plan, memory)[1] / 2
 
 
 def _one_moment_state_only(plan: Plan, scenario: Scenario) -> float:
     memory = _memory(plan, scenario)
-    return memory.state - _one_moment_less(plan, memory)
+    return memory.state - _master_and_moments(plan, memory)[1] / 2
+
+
+def _no_master(plan: Plan, scenario: Scenario) -> float:
+    memory = _memory(plan, scenario)
+    return memory.device_total - _master_and_moments(plan, memory)[0]
 
 
 def _language_only(plan: Plan, scenario: Scenario) -> float:
@@ -219,7 +224,8 @@ MIN_AGREEMENT = 0.95
 """Share of all choices that a wrong estimate must reproduce to be named. True ones reproduce nearly all, and others
 up to 0.9, because every sensible estimate is right about most cases."""
 MIN_AGREEMENT_ON_ODD = 0.75
-"""Share that it must reproduce of the choices to which the right estimate does not lead."""
+"""Share that it must reproduce of the choices to which the right estimate does not lead, so that it is not named for
+agreeing where that is right too."""
 
 SAME_KIND = "you chose the same kind of plan in every case: let the memory that a rank needs decide"
 
@@ -231,6 +237,7 @@ WRONG_ESTIMATES: tuple[WrongEstimate, ...] = (
     ),
     WrongEstimate(needed_bytes=_one_moment, sentence=ONE_MOMENT),
     WrongEstimate(needed_bytes=_one_moment_state_only, sentence=ONE_MOMENT),
+    WrongEstimate(needed_bytes=_no_master, sentence=ONE_MOMENT),
     WrongEstimate(needed_bytes=_language_only, sentence=LANGUAGE_ONLY),
     WrongEstimate(needed_bytes=_language_state_only, sentence=LANGUAGE_ONLY),
     WrongEstimate(needed_bytes=_no_gradients, sentence="you left out the gradients, 2 bytes a parameter"),
@@ -259,7 +266,8 @@ WRONG_ESTIMATES: tuple[WrongEstimate, ...] = (
     ),
     WrongEstimate(
         needed_bytes=_gib_of_need,
-        sentence="you let a rank need some 7 % more than its device has: a GiB is 1.074 GB, so keep both sides in bytes",
+        sentence="you let a rank need some 7 % more than its device has: a GiB is 1.074 GB, so keep both sides in "
+        "bytes",
     ),
 )
 
@@ -289,33 +297,36 @@ def explain_choices(choices: Sequence[Choice]) -> str:
             fixed choice can look the same.
 
     Returns:
-        A sentence, or "" if no wrong estimate explains nearly all of the choices and most of those that the right
-        estimate does not explain.
+        A sentence, or "" if no wrong estimate explains nearly all of the choices and most of the odd ones, which the
+        right estimate does not explain. One odd choice is a slip and no misconception.
     """
-    if len(choices) < 3:
+    odd = set(range(len(choices))) - _reproduced(choices, _right_estimate)
+    if len(odd) < 2:
         return ""
-    right = _reproduced(choices, _right_estimate)
     best, sentence = len(choices) * MIN_AGREEMENT, ""
     for wrong in WRONG_ESTIMATES:
         reproduced = _reproduced(choices, wrong.needed_bytes)
-        if len(reproduced) >= best and len(reproduced - right) > MIN_AGREEMENT_ON_ODD * (len(choices) - len(right)):
+        if len(reproduced) >= best and len(reproduced & odd) >= len(odd) * MIN_AGREEMENT_ON_ODD:
             best, sentence = len(reproduced) + 1, wrong.sentence
     return sentence
 
 
 def _reproduced(choices: Sequence[Choice], needed_bytes: Callable[[Plan, Scenario], float]) -> set[int]:
-    """Return the indices of the choices that an estimate leads to, with or without ZeRO-1 and 2 among the plans tried.
-
-    It leads to a choice if it decides for that kind of plan, and if the chosen plan itself fits by it.
-    """
-    fit = {i for i, (case, plan) in enumerate(choices) if plan is None or _seems_to_fit(plan, case, needed_bytes)}
+    """Return the indices of the choices that an estimate leads to, with or without ZeRO-1 and ZeRO-2 to try."""
     return max(
         (
-            {i for i in fit if kind_of(decide(choices[i][0], needed_bytes, with_stages=tried)) == kind_of(choices[i][1])}
+            {index for index, choice in enumerate(choices) if _leads_to(choice, needed_bytes, with_stages=tried)}
             for tried in (False, True)
         ),
         key=len,
     )
+
+
+def _leads_to(choice: Choice, needed_bytes: Callable[[Plan, Scenario], float], *, with_stages: bool) -> bool:
+    """Tell whether an estimate decides for the kind of plan that was chosen, and finds that the chosen plan fits."""
+    scenario, plan = choice
+    same_kind = kind_of(decide(scenario, needed_bytes, with_stages=with_stages)) == kind_of(plan)
+    return same_kind and (plan is None or _seems_to_fit(plan, scenario, needed_bytes))
 
 
 def explain_same_kind(choices: Sequence[Choice]) -> str:

@@ -180,6 +180,17 @@ def only_offload(model: VLMShape, cluster: Cluster) -> bool:
     return fill >= 1.05 and needs_remedy(model, cluster)
 
 
+def nearly_full(model: VLMShape, cluster: Cluster) -> bool:
+    """ZeRO-2 does not fit; ZeRO-3 does, with so little room that it would not in GiB."""
+    too_full = fill_fraction(zero_plan(cluster, 2), model, cluster) >= 1.2
+    return too_full and 0.95 <= fill_fraction(zero_plan(cluster, 3), model, cluster) <= 0.98
+
+
+def slightly_too_full(model: VLMShape, cluster: Cluster) -> bool:
+    """A remedy is needed, but ZeRO-3 is short of so little that it would fit in GiB."""
+    return 1.02 <= fill_fraction(zero_plan(cluster, 3), model, cluster) <= 1.05
+
+
 def is_impossible(model: VLMShape, cluster: Cluster) -> bool:
     """No plan fits, but one would with at most four times the cluster."""
     best = fill_fraction(zero_plan(cluster, 3, optimizer="adamw_8bit", offload_optimizer=True), model, cluster)
@@ -265,6 +276,9 @@ GROUPS: dict[str, tuple[Recipe, ...]] = {
 }
 """What each group's cases are drawn from, in turn."""
 
+UNGRADED: dict[str, tuple[Recipe, ...]] = {"edges": ((nearly_full, {}), (slightly_too_full, {}))}
+"""Groups that earn no points: their cases hang on the last per cents, and so show an error of unit."""
+
 
 @functools.lru_cache(maxsize=64)
 def make_scenarios(group: str, seed: int, num_cases: int) -> tuple[tuple[Scenario, ...], ...]:
@@ -274,18 +288,19 @@ def make_scenarios(group: str, seed: int, num_cases: int) -> tuple[tuple[Scenari
     cluster, so that always answering "impossible" earns nothing. The first case of "remedy" is the exercise's own.
 
     Args:
-        group: a name in `GROUPS`.
+        group: a name in `GROUPS` or `UNGRADED`.
         seed: of the draws.
         num_cases: how many.
 
     Raises:
         ValueError: if there is no such group.
     """
-    if group not in GROUPS:
-        raise ValueError(f"There is no group {group!r}: choose one of {', '.join(GROUPS)}")
+    recipes = GROUPS | UNGRADED
+    if group not in recipes:
+        raise ValueError(f"There is no group {group!r}: choose one of {', '.join(recipes)}")
     rng = random.Random(f"{group}:{seed}")
     cases = []
-    for trait, choices in itertools.islice(itertools.cycle(GROUPS[group]), num_cases):
+    for trait, choices in itertools.islice(itertools.cycle(recipes[group]), num_cases):
         scenario = draw(rng, trait, **choices)
         pair = [scenario]
         if group == "limits":

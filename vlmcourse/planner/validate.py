@@ -166,15 +166,9 @@ def _memory_problems(plan: Plan, memory: RankMemory, cluster: Cluster, device: D
     found = []
     if memory.device_total > device.memory_bytes:
         owner = max(memory.by_owner(), key=lambda name: memory.by_owner()[name])
-        advice = {
-            "activations": "checkpoint activations, lower micro_batch_size, or raise tp",
-            "weights": "split the weights (zero_stage=3 over dp_shard, tp or pp)",
-            "gradients": "split the gradients (zero_stage of 2 or more over dp_shard)",
-            "optimizer": "split the optimizer state over more ranks, make it smaller, or move it off the device",
-        }.get(owner, "choose a model or a device of another size")
         message = (
             f"does not fit: a rank needs {memory.device_total / GB:.1f} GB and {device.name} has "
-            f"{device.memory_bytes / GB:.1f} GB ({memory}): {advice}"
+            f"{device.memory_bytes / GB:.1f} GB ({memory}): {_advise(plan, owner, cluster)}"
         )
         found.append(Problem(code="memory", message=message))
     node_bytes = memory.host_optimizer * cluster.devices_per_node
@@ -182,7 +176,42 @@ def _memory_problems(plan: Plan, memory: RankMemory, cluster: Cluster, device: D
         message = (
             f"offload_optimizer puts {cluster.devices_per_node} x {memory.host_optimizer / GB:.1f} = "
             f"{node_bytes / GB:.1f} GB in a node's main memory, which has {cluster.host_memory_bytes / GB:.1f} GB: "
-            "split the optimizer state over more ranks, or keep it on the devices in a smaller form"
+            f"{_advise(plan, 'host_optimizer', cluster)}"
         )
         found.append(Problem(code="host_memory", message=message))
     return found
+
+
+def _advise(plan: Plan, owner: str, cluster: Cluster) -> str:
+    """Say what can still be changed in a plan whose largest part, a field of `RankMemory`, is too large."""
+    stage, full_size = plan.zero_stage, plan.optimizer == "adamw"
+    parts = (plan.dp_shard if stage else 1) * plan.tp * plan.pp
+    copies = parts < cluster.num_devices  # some ranks hold the same part of the state
+    over_ranks = "over more ranks (a larger dp_shard)"
+    ways = {
+        "activations": {
+            "checkpoint activations": not plan.activation_checkpointing,
+            "lower micro_batch_size": plan.micro_batch_size > 1,
+            "raise tp": plan.tp < cluster.devices_per_node,
+        },
+        "weights": {
+            "split the weights (zero_stage=3 over dp_shard, tp or pp)": stage < 3 and (copies or plan.dp_shard > 1),
+            f"split the weights {over_ranks}": stage == 3 and copies,
+        },
+        "gradients": {
+            "split the gradients (zero_stage of 2 or more over dp_shard)": stage < 2 and (copies or plan.dp_shard > 1),
+            f"split the gradients {over_ranks}": stage >= 2 and copies,
+        },
+        "optimizer": {
+            f"split the optimizer state {over_ranks}": copies,
+            "split weights and gradients too (zero_stage=3)": stage in (1, 2) and plan.dp_shard > 1,
+            "make the optimizer state smaller": full_size,
+            "move the optimizer state off the device": True,
+        },
+        "host_optimizer": {
+            f"split the optimizer state {over_ranks}": copies,
+            "keep it on the devices" + " in a smaller form" * full_size: True,
+        },
+    }
+    possible = [way for way, helps in ways.get(owner, {}).items() if helps]
+    return ", or ".join(possible) or "choose a smaller model, or more or larger devices"

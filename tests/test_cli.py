@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from vlmcourse import cli
+from vlmcourse.commands import train
 from vlmcourse.commands.train import JSON_KEYS, parse_overrides
 from vlmcourse.config import ConfigError
 
@@ -39,9 +41,13 @@ def arguments(folder: Path, **changes: object) -> list[str]:
     return ["train", TINY, *(part for key, value in values.items() for part in ("--set", f"{key}={value}"))]
 
 
-def vlmcourse(*argv: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def vlmcourse(
+    *argv: str, timeout_s: float = 120, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vlmcourse.cli", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT, preexec_fn=before
+    )
 
 
 def test_help_lists_the_commands_without_importing_torch() -> None:
@@ -65,9 +71,14 @@ def test_every_command_explains_its_arguments(command: str, capsys: pytest.Captu
     ("argv", "words"),
     [
         ([], "required: command"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "invalid choice: 'trian': did you mean 'train'?"),
+        (["xyz"], "invalid choice: 'xyz': choose one of train, doctor"),
         (["train"], "required: config"),
-        (["train", TINY, "--procs", "2"], "unrecognized arguments: --procs 2"),
+        (["train", TINY, "--procs", "2"], "unrecognized arguments: --procs 2; --procs: did you mean '--nproc'?"),
+        (["train", TINY, "--jsn=1"], "unrecognized arguments: --jsn=1; --jsn: did you mean '--json'?"),
+        (["train", TINY, "--nproc", "2", "--foo"], "--foo: choose one of --help, --verbose, --nproc, --set"),
+        (["train", TINY, "other.toml"], "unrecognized arguments: other.toml\n"),
+        (["--foo", "train", TINY], "--foo: choose one of --help, --version"),
         (["train", TINY, "--nproc", "two"], "invalid int value: 'two'"),
     ],
 )
@@ -75,7 +86,9 @@ def test_wrong_arguments_are_explained(argv: list[str], words: str, capsys: pyte
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.startswith("usage: vlmcourse train " if argv[:1] == ["train"] else "usage: vlmcourse [")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +114,61 @@ def test_what_cannot_run_is_refused_before_any_rank_starts(
     assert message.startswith("vlmcourse train: ")
     assert words in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("ranks", [["--nproc", "2"], ["--set", "parallel.strategy=single"]])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_starts(
+    ranks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_train_here", None)
+    monkeypatch.setattr(train, "_start_ranks", None)
+    (tmp_path / "file").touch()
+    assert cli.main([*arguments(tmp_path / "file"), *ranks]) == 2
+    assert capsys.readouterr().err == (
+        f"vlmcourse train: run.output_dir = '{tmp_path}/file' cannot be written to (Not a directory): "
+        "choose another folder with --set run.output_dir=...\n"
+    )
+
+
+def test_of_ranks_that_another_launcher_started_the_first_alone_checks_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_train_here", lambda args, config: 0)
+    (tmp_path / "file").touch()
+    for rank, code in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(arguments(tmp_path / "file")) == code
+    assert capsys.readouterr().err.count("cannot be written to") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stopped", "words"),
+    [
+        (["--nproc", "2"], "run_ranks", "interrupted; all 2 ranks have ended."),
+        (["--set", "parallel.strategy=single"], "_train_here", "interrupted."),
+    ],
+)
+def test_an_interrupted_run_says_how_to_go_on(
+    ranks: list[str],
+    stopped: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, stopped, interrupt)
+    assert cli.main([*arguments(tmp_path), *ranks]) == 130
+    shown = capsys.readouterr()
+    assert f"vlmcourse train: {words} There is no checkpoint to go on from" in shown.err
+    assert shown.out.startswith("starting 2 ranks;" if "--nproc" in ranks else "")
+    (tmp_path / "tiny" / "checkpoints" / "latest").mkdir(parents=True)
+    assert cli.main([*arguments(tmp_path), *ranks]) == 130
+    assert f"{words} Go on from the last checkpoint with --resume." in capsys.readouterr().err
 
 
 def test_overrides_are_typed_as_toml_types_them() -> None:
@@ -142,6 +210,7 @@ def test_one_process_trains_and_prints_its_outcome(
 def test_two_ranks_train_log_plot_and_end_with_one_json_line(tmp_path: Path, strategy: str) -> None:
     done = vlmcourse(*arguments(tmp_path, parallel__strategy=strategy), "--nproc", "2", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("starting 2 ranks;")
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert (outcome["strategy"], outcome["world_size"], outcome["num_questions"]) == (strategy, 2, 6)
     assert outcome["loss_first"] > outcome["loss_last"] > 0
@@ -219,10 +288,13 @@ def test_a_killed_rank_ends_the_run_and_is_named(long_run: subprocess.Popen[str]
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_failing_rank_shows_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = vlmcourse(*arguments(tmp_path / "file"), "--nproc", "2")  # rank 0 cannot write, rank 1 waits for it
+    def allow_small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+
+    # Rank 0 cannot write config.json, rank 1 waits for it.
+    done = vlmcourse(*arguments(tmp_path), "--nproc", "2", before=allow_small_files_only)
     assert done.returncode == 1
-    assert "Traceback" in done.stdout and "NotADirectoryError" in done.stdout
+    assert "Traceback" in done.stdout and "File too large" in done.stdout
     assert "rank 0 of 2 exited with code 1\n  rank 1: stopped" in done.stderr
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from vlmcourse.config import ConfigError, TrainConfig, check_world_size, load_config, parse_config
+from vlmcourse.config import MAX_SEED, ConfigError, TrainConfig, check_world_size, load_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -71,6 +74,93 @@ def test_invalid_toml_and_missing_file_are_named(tmp_path: Path) -> None:
         load_config(broken)
     with pytest.raises(FileNotFoundError, match="no configuration file"):
         load_config(tmp_path / "missing.toml")
+
+
+def test_every_float_must_be_finite() -> None:
+    floats = [
+        f"{section.name}.{key}"
+        for section in dataclasses.fields(TrainConfig)
+        for key, value in dataclasses.asdict(getattr(TrainConfig(), section.name)).items()
+        if isinstance(value, float)
+    ]
+    assert "optimizer.lr_vision" in floats and "train.max_grad_norm" in floats
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ConfigError) as caught:
+            parse_config({}, dict.fromkeys(floats, value))
+        assert set(caught.value.problems) == {f"{key} = {value}: must be a finite number" for key in floats}
+        assert len(caught.value.problems) == len(floats)
+    with pytest.raises(ConfigError, match=r"optimizer\.eps = 10*: int too large"):
+        parse_config({}, {"optimizer.eps": 10**400})
+
+
+@pytest.mark.parametrize("seed", [-1, MAX_SEED + 1, 99999999999999999999])
+def test_a_seed_that_torch_may_not_take_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.seed = {seed}: must be from 0 to 9223372036854775807, 2\*\*63 - 1"):
+        parse_config({"run": {"seed": seed}})
+
+
+def test_the_largest_seed_serves_torch_and_numpy() -> None:
+    assert parse_config({"run": {"seed": MAX_SEED}}).run.seed == MAX_SEED
+    torch.Generator().manual_seed(MAX_SEED)
+    np.random.default_rng((MAX_SEED, 0))
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "/tmp", "..\\up", "a\nb", "a\0"])
+def test_a_run_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"run": {"name": name}})
+    assert f"run.name = {name!r}: must be one folder's name, such as 'run'" in str(caught.value)
+
+
+def test_plain_run_names_are_accepted() -> None:
+    for name in ("run", "run.1", "..run", "two words", "läufe"):
+        assert parse_config({"run": {"name": name}}).run.name == name
+
+
+def test_a_byte_order_mark_is_read_over_and_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "saved.toml"
+    text = '# a run\r\n[run]\r\nname = "läufe"\r\n'
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert load_config(path).run.name == "läufe"
+    for encoding, where in (("latin-1", "line 3 has a byte that is not UTF-8 (0xe4)"), ("utf-16", "line 1 has a byte")):
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value).startswith(f"{path} has 1 problem:")
+        assert where in str(caught.value) and "save it as UTF-8" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = tmp_path / "secret.toml"
+    path.touch()
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"secret\.toml has 1 problem:\n.*cannot be read \(Permission denied\)"):
+        load_config(path)
+
+
+def test_a_missing_file_is_told_with_its_folder_and_the_path_that_would_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chapter = tmp_path / "chapters" / "ch01"
+    chapter.mkdir(parents=True)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.toml").touch()
+    monkeypatch.chdir(chapter)
+    with pytest.raises(FileNotFoundError) as caught:
+        load_config("configs/tiny.toml")
+    assert str(caught.value) == (
+        f"There is no configuration file 'configs/tiny.toml' in the folder {str(chapter)!r}: "
+        "did you mean '../../configs/tiny.toml'?"
+    )
+    load_config("../../configs/tiny.toml")
+    with pytest.raises(FileNotFoundError) as caught:
+        load_config("configs/tony.toml")
+    assert f"in the folder {str(chapter)!r}: give the path" in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="none.toml': give the path"):
+        load_config(tmp_path / "none.toml")
 
 
 def test_direct_construction_is_checked_too() -> None:

@@ -27,7 +27,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def listening() -> set[tuple[str, int]]:
     connections = psutil.Process().net_connections("tcp")
-    return {tuple(found.laddr) for found in connections if found.status == psutil.CONN_LISTEN}
+    return {(found.laddr.ip, found.laddr.port) for found in connections if found.status == psutil.CONN_LISTEN}
 
 
 def test_ranks_on_one_machine_listen_on_its_loopback_alone(port: int) -> None:

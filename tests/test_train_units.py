@@ -26,6 +26,7 @@ from vlmcourse.parallel.mesh import Ranks
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.checkpoint import find_checkpoint, read_meta
 from vlmcourse.train.evaluate import questions_of
+from vlmcourse.train.folder import check_run_folder
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import build_optimizer, clip_global_norm, freeze_towers, learning_rate_scale
 from vlmcourse.train.precision import autocast
@@ -155,7 +156,7 @@ def test_a_run_learns_and_reports(tmp_path: Path) -> None:
     trainer = build_trainer(config_in(tmp_path, num_steps=8, log_every=3, eval_every=4), ALONE, seed=0)
     trainer.after_step.append(lambda trainer, report: seen.append(report.step))
     result = trainer.fit()
-    assert result.loss_last < result.loss_first
+    assert sum(result.losses[4:]) < sum(result.losses[:4])  # two epochs: steps of one have other samples each
     assert result.losses[0] == result.loss_first and result.losses[-1] == result.loss_last
     assert seen == list(range(1, 9))
     assert [row["step"] for row in result.history] == [3, 4, 6, 8]
@@ -184,6 +185,66 @@ def test_a_new_run_moves_an_earlier_one_of_its_name_aside(tmp_path: Path) -> Non
         build_trainer(config_in(tmp_path), ALONE, seed=0).fit()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
     assert all((path / "result.json").is_file() for path in tmp_path.iterdir())
+
+
+def test_a_run_that_goes_on_from_another_one_leaves_what_was_in_its_folder_whole(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        build_trainer(config_in(tmp_path, name=name, checkpoint_every=2), ALONE, seed=0).fit()
+    before = (tmp_path / "second" / "log.jsonl").read_text(encoding="utf-8")
+    trainer = build_trainer(config_in(tmp_path, name="second"), ALONE, seed=0)
+    step = trainer.resume(sorted((tmp_path / "first" / "checkpoints").glob("step_*"))[0])
+    result = trainer.fit()
+    assert (tmp_path / "second.1" / "log.jsonl").read_text(encoding="utf-8") == before
+    assert min(row["step"] for row in result.history) > step > 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, empty = tmp_path / "file", tmp_path / "empty"
+    file.touch()
+    empty.mkdir()
+    (tmp_path / "link").symlink_to("nothing")
+    for folder, name, reason in (
+        (file, "run", "Not a directory"),
+        (file / "below", "run", f"'{file}': Not a directory"),
+        (tmp_path, "file", f"'{file}': Not a directory"),
+        (tmp_path / "link", "run", "No such file or directory"),
+        (tmp_path / ("x" * 300), "run", f"'{tmp_path}/{'x' * 300}/run': File name too long"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            build_trainer(config_in(folder, name=name), ALONE, seed=0).fit()
+        assert str(caught.value) == (
+            f"run.output_dir = '{folder}' cannot be written to ({reason}): choose another folder with "
+            "--set run.output_dir=..."
+        )
+    check_run_folder(config_in(empty / "a" / "b"), is_resumed=False)
+    assert not any(empty.iterdir())
+
+    def refuse(path: str, mode: int = 0o777) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ValueError, match=r"empty' cannot be written to \(Permission denied\): choose another"):
+        check_run_folder(config_in(empty), is_resumed=False)
+
+
+def test_the_folder_checked_is_the_one_that_will_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Path] = []
+    real = os.mkdir
+
+    def note(path: str, mode: int = 0o777) -> None:
+        checked.append(Path(path).parent)
+        real(path, mode)
+
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setattr(os, "mkdir", note)
+    check_run_folder(config_in(tmp_path), is_resumed=False)
+    (run / "log.csv").touch()
+    check_run_folder(config_in(tmp_path), is_resumed=True)
+    check_run_folder(config_in(tmp_path), is_resumed=False)  # renames the earlier run
+    assert checked == [run, run, tmp_path]
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import vlmcourse
+from vlmcourse.config import did_you_mean
 
 COMMANDS = {
     "train": ("vlmcourse.commands.train", "train a model as a TOML file says, on one process or several ranks"),
@@ -23,17 +24,38 @@ COMMANDS = {
 """Name -> module and one line of help."""
 
 
-def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser; only the chosen command's module is imported and gets its arguments."""
+def build_parsers(chosen: str | None = None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Build the parsers; only the chosen command's module is imported and gets its arguments.
+
+    Returns:
+        The whole parser, and the one of the chosen command (the whole one where none is chosen).
+    """
     parser = argparse.ArgumentParser(prog="vlmcourse", description="Distributed training of vision-language models.")
     parser.add_argument("--version", action="version", version=f"vlmcourse {vlmcourse.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    chosen_parser = parser
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         subparser.add_argument("-v", "--verbose", action="store_true", help="show what happens, and whole tracebacks")
         if name == chosen:
             importlib.import_module(module).add_arguments(subparser)
-    return parser
+            chosen_parser = subparser
+    return parser, chosen_parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments; a wrong word ends the process with the usage of its command and the nearest right word."""
+    chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    parser, chosen_parser = build_parsers(chosen)
+    if argv and chosen is None and not argv[0].startswith("-"):
+        parser.error(f"invalid choice: {argv[0]!r}: {did_you_mean(argv[0], COMMANDS)}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for flag in chosen_parser._option_string_actions if flag.startswith("--")]
+        wrong = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        hints = [f"{word}: {did_you_mean(word, flags)}" for word in wrong]
+        chosen_parser.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    chosen = argv[0] if argv and argv[0] in COMMANDS else None
-    args = build_parser(chosen).parse_args(argv)
+    args = parse(list(sys.argv[1:] if argv is None else argv))
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s: %(message)s")
     module = importlib.import_module(COMMANDS[args.command][0])
     try:

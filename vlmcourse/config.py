@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ STRATEGIES = ("single", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16")
 DATASETS = ("digits", "llava")
 BAD_ROW_POLICIES = ("refuse", "skip")
+MAX_SEED = 2**63 - 1
+"""TOML's largest integer; torch takes 64 bits, NumPy any number."""
 
 
 class ConfigError(ValueError):
@@ -47,10 +51,11 @@ class RunConfig:
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
         found = []
-        if not self.name or "/" in self.name:
-            found.append(f"run.name = {self.name!r}: must be a non-empty folder name without '/'")
-        if self.seed < 0:
-            found.append(f"run.seed = {self.seed}: must be 0 or greater")
+        has_separator = "/" in self.name or "\\" in self.name
+        if not self.name.strip() or self.name in (".", "..") or has_separator or not self.name.isprintable():
+            found.append(f"run.name = {self.name!r}: must be one folder's name, such as 'run', without '/' or '\\'")
+        if not 0 <= self.seed <= MAX_SEED:
+            found.append(f"run.seed = {self.seed}: must be from 0 to {MAX_SEED}, 2**63 - 1")
         return found
 
 
@@ -141,9 +146,7 @@ class TrainSection:
         """Return what is wrong with these values, one sentence each."""
         found = at_least_one(self, "train", "num_steps", "micro_batch_size", "accumulation_steps", "log_every")
         found += at_least_one(self, "train", "keep_checkpoints")
-        for name in ("max_grad_norm", "eval_every", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                found.append(f"train.{name} = {getattr(self, name)}: must be 0 or greater")
+        found += at_least_zero(self, "train", "max_grad_norm", "eval_every", "checkpoint_every")
         if self.precision not in PRECISIONS:
             found.append(f"train.precision = {self.precision!r}: {did_you_mean(self.precision, PRECISIONS)}")
         return found
@@ -168,19 +171,15 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
-        found = []
-        for name in ("lr_vision", "lr_projector", "lr_language", "eps"):
-            if getattr(self, name) <= 0:
-                found.append(f"optimizer.{name} = {getattr(self, name)}: must be greater than 0")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(f"optimizer.{name} = {getattr(self, name)}: must be in [0, 1)")
-        for name in ("weight_decay", "warmup_steps"):
-            if getattr(self, name) < 0:
-                found.append(f"optimizer.{name} = {getattr(self, name)}: must be 0 or greater")
-        if not 0 <= self.min_lr_fraction <= 1:
-            found.append(f"optimizer.min_lr_fraction = {self.min_lr_fraction}: must be between 0 and 1")
-        return found
+        rates = ("lr_vision", "lr_projector", "lr_language", "eps")
+        return [
+            *_check_values(self, "optimizer", rates, lambda value: value > 0, "must be greater than 0"),
+            *_check_values(self, "optimizer", ("beta1", "beta2"), lambda value: 0 <= value < 1, "must be in [0, 1)"),
+            *at_least_zero(self, "optimizer", "weight_decay", "warmup_steps"),
+            *_check_values(
+                self, "optimizer", ("min_lr_fraction",), lambda value: 0 <= value <= 1, "must be between 0 and 1"
+            ),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +188,16 @@ class ParallelConfig:
 
     strategy: str = "single"
     """single (one process), ddp (every rank holds everything), fsdp (FSDP2: every rank holds a shard)."""
+    timeout_s: float = 60.0
+    """Seconds that a rank waits for the others before it fails. Raise it where rank 0 alone is busy for longer, as in
+    removing an old checkpoint of a large model, or where ranks finish an evaluation far apart."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
-        if self.strategy in STRATEGIES:
-            return []
-        return [f"parallel.strategy = {self.strategy!r}: {did_you_mean(self.strategy, STRATEGIES)}"]
+        found = _check_values(self, "parallel", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
+        if self.strategy not in STRATEGIES:
+            found.append(f"parallel.strategy = {self.strategy!r}: {did_you_mean(self.strategy, STRATEGIES)}")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +251,15 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"There is no configuration file {str(path)!r}: give the path of a TOML file")
+        raise FileNotFoundError(_describe_missing(path))
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(str(path), [f"it cannot be read ({error.strerror})"]) from error
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        problem = f"line {line} has a byte that is not UTF-8 (0x{byte:02x}): save it as UTF-8"
+        raise ConfigError(str(path), [problem]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), [f"this is not valid TOML: {error}"]) from error
     return parse_config(table, overrides, where=str(path))
@@ -303,7 +312,7 @@ def _read_section(section: type, name: str, values: Mapping[str, Any], found: li
             continue
         try:
             kept[key] = _as_type(value, hints[key])
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             found.append(f"{name}.{key} = {value!r}: {error}")
     return kept
 
@@ -321,10 +330,40 @@ def _as_type(value: object, hint: Any) -> object:
     return value
 
 
+def _describe_missing(path: Path) -> str:
+    """Say that there is no such file and, where the path would be right from a parent folder, the path from here."""
+    there_is_none = f"There is no configuration file {str(path)!r}"
+    if path.is_absolute():
+        return f"{there_is_none}: give the path of a TOML file"
+    here = Path.cwd()
+    for depth, parent in enumerate(here.parents, start=1):
+        if os.path.isfile(parent / path):
+            return f"{there_is_none} in the folder {str(here)!r}: did you mean {'../' * depth + str(path)!r}?"
+    return f"{there_is_none} in the folder {str(here)!r}: give the path of a TOML file, absolute or from there"
+
+
 def at_least_one(section: object, prefix: str, *names: str) -> list[str]:
     """Return a sentence for each named field of `section` that is below 1."""
-    bad = [name for name in names if getattr(section, name) < 1]
-    return [f"{prefix}.{name} = {getattr(section, name)}: must be 1 or greater" for name in bad]
+    return _check_values(section, prefix, names, lambda value: value >= 1, "must be 1 or greater")
+
+
+def at_least_zero(section: object, prefix: str, *names: str) -> list[str]:
+    """Return a sentence for each named field of `section` that is below 0."""
+    return _check_values(section, prefix, names, lambda value: value >= 0, "must be 0 or greater")
+
+
+def _check_values(
+    section: object, prefix: str, names: Sequence[str], is_right: Callable[[float], bool], rule: str
+) -> list[str]:
+    """Return a sentence for each named field of `section` that is not finite or breaks the rule."""
+    found = []
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{prefix}.{name} = {value}: must be a finite number")
+        elif not is_right(value):
+            found.append(f"{prefix}.{name} = {value}: {rule}")
+    return found
 
 
 def did_you_mean(word: str, known: typing.Iterable[str]) -> str:

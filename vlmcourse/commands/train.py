@@ -2,7 +2,7 @@
 
 As a rank (RANK is set by a launcher, ours or torchrun) it trains and rank 0 writes the plot and prints the outcome. As
 the starting process with `--nproc` it checks the configuration, starts the ranks through the notebook's launcher and
-passes on what they print.
+passes on what they print. Whoever starts the run first checks that its folder can be written to.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vlmcourse.config import ConfigError, TrainConfig, check_world_size, load_co
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
+from vlmcourse.train.folder import check_run_folder, run_folder
 
 JSON_KEYS = (
     "loss_first",
@@ -66,13 +67,19 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 "--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun"
             )
+        if os.environ["RANK"] == "0":  # which alone makes the folder, and says it once
+            check_run_folder(config, is_resumed=args.resume is not None)
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
     check_world_size(config.parallel.strategy, args.nproc or 1)
-    if args.nproc is None:
-        return _train_here(args, config)
-    return _start_ranks(args, config)
+    check_run_folder(config, is_resumed=args.resume is not None)
+    try:
+        return _train_here(args, config) if args.nproc is None else _start_ranks(args, config)
+    except KeyboardInterrupt:
+        ended = "" if args.nproc is None else f"; all {args.nproc} ranks have ended"
+        print(f"\nvlmcourse train: interrupted{ended}. {_resume_hint(config)}", file=sys.stderr)
+        return 130
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
@@ -99,7 +106,7 @@ def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
     from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
     from vlmcourse.train.trainer import Trainer
 
-    ranks = init_ranks()
+    ranks = init_ranks(config.parallel.timeout_s)
     if ranks.rank > 0:
         logging.getLogger().setLevel(logging.ERROR)  # rank 0 says it once
     trainer = Trainer(config, ranks)
@@ -121,26 +128,21 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:
     argv += [part for text in args.overrides for part in ("--set", text)]
     argv += ["--verbose"] if args.verbose else []
     argv += ["--resume", *([args.resume] if args.resume else [])] if args.resume is not None else []
+    print(f"starting {args.nproc} ranks; each imports torch first, which takes a few seconds", flush=True)
     printer = TerminalPrinter()
     try:
         run_ranks(argv, args.nproc, timeout_s=math.inf, on_line=printer.line, on_progress=printer.progress)
     except RankFailure as error:
         print(f"vlmcourse train: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(
-            f"\nvlmcourse train: interrupted; all {args.nproc} ranks have ended. {_resume_hint(config)}",
-            file=sys.stderr,
-        )
-        return 130
     if args.json:
-        result = Path(config.run.output_dir) / config.run.name / "result.json"
+        result = run_folder(config) / "result.json"
         _print_outcome(json.loads(result.read_text(encoding="utf-8")), as_json=True)
     return 0
 
 
 def _resume_hint(config: TrainConfig) -> str:
-    if (Path(config.run.output_dir) / config.run.name / "checkpoints" / "latest").exists():
+    if (run_folder(config) / "checkpoints" / "latest").exists():
         return "Go on from the last checkpoint with --resume."
     return "There is no checkpoint to go on from: train.checkpoint_every saves some."
 

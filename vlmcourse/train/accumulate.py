@@ -47,7 +47,8 @@ def accumulate_gradients(model: nn.Module, batches: Sequence[Batch], ranks: Rank
     Raises:
         ValueError: if no micro-batch of any rank has a supervised token.
         RuntimeError: if the loss is not finite.
-    Communicates: an all-reduce of 24 bytes before, the strategy's gradient exchange, an all-reduce of 8 bytes after.
+    Communicates: an all-reduce of 24 bytes before, the strategy's gradient exchange, and one all-reduce after, of 8
+        bytes a micro-batch.
     """
     tokens = count_tokens(batches, ranks)
     if not tokens.supervised:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,8 @@ from vlmcourse.config import TOWERS, TrainConfig
 from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
 from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.train.folder import check_run_folder, move_aside, run_folder
 
-logger = logging.getLogger(__name__)
 COLUMNS = (
     "step",
     "loss",
@@ -89,8 +88,21 @@ class TrainResult:
 class RunReport:
     """Progress bar, logs and history of one run; on ranks other than 0 it only keeps the history."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, *, start_step: int, show_progress: bool) -> None:
-        """Open the run's folder: new, or going on after `start_step`."""
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, *, start_step: int, continues: bool, show_progress: bool
+    ) -> None:
+        """Open the run's folder: the run's own, or a new one.
+
+        Args:
+            config: the run.
+            ranks: this process's place.
+            start_step: optimizer steps done.
+            continues: whether these were steps of the run in this folder; what another run left there is moved aside.
+            show_progress: whether rank 0 shows a progress bar.
+
+        Raises:
+            ValueError: on rank 0, if the folder cannot be written to.
+        """
         self.folder = run_folder(config)
         self.history: list[dict[str, Any]] = []
         self._is_main = ranks.is_main
@@ -98,7 +110,8 @@ class RunReport:
         self._bar: tqdm[Any] | None = None
         if not self._is_main:
             return
-        if start_step == 0:
+        check_run_folder(config, is_resumed=continues)
+        if not continues:
             move_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_json(self.folder / "config.json", dataclasses.asdict(config))
@@ -146,22 +159,6 @@ class RunReport:
             self._bar.close()
         for log in self._loggers:
             log.close()
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """Return where a run writes."""
-    return Path(config.run.output_dir) / config.run.name
-
-
-def move_aside(folder: Path) -> None:
-    """Rename a folder that has something in it to the first free of `name.1`, `name.2` and so on."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)
-    logger.info("kept the earlier run %s as %s", folder, target)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

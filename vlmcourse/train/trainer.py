@@ -32,6 +32,7 @@ from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
 from vlmcourse.train.checkpoint import find_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
+from vlmcourse.train.folder import run_folder
 from vlmcourse.train.optimizer import (
     build_optimizer,
     clip_global_norm,
@@ -39,7 +40,8 @@ from vlmcourse.train.optimizer import (
     learning_rate_scale,
     set_learning_rates,
 )
-from vlmcourse.train.report import RunReport, StepReport, TrainResult, run_folder
+from vlmcourse.train.precision import forbid_tf32
+from vlmcourse.train.report import RunReport, StepReport, TrainResult
 from vlmcourse.train.seed import seed_step
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class Trainer:
         eval_data: Sequence[Sample] | None = None,
         show_progress: bool = True,
     ) -> None:
-        """Build model, data and optimizer and distribute them over the ranks.
+        """Build model, data and optimizer and distribute them over the ranks; switch TF32 off (see `forbid_tf32`).
 
         Args:
             config: the run.
@@ -81,8 +83,9 @@ class Trainer:
         Communicates: what `apply_strategy` does.
         """
         self.config = config
-        self.ranks = ranks if ranks is not None else init_ranks()
+        self.ranks = ranks if ranks is not None else init_ranks(config.parallel.timeout_s)
         check_world_size(config.parallel.strategy, self.ranks.world_size)
+        forbid_tf32()
         plain = model if model is not None else _build_plain_model(config)
         self.shape = plain.shape
         self.tokenizer = load_tokenizer(config.data.tokenizer)
@@ -104,6 +107,8 @@ class Trainer:
         self.after_step: list[Callable[[Trainer, StepReport], None]] = []
         """Called at the end of every step on every rank."""
         self._show_progress = show_progress
+        self._continues = False
+        """Whether the steps done are those of the run in this run's folder."""
 
     def load_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimizer step `step` (from 0), on CPU."""
@@ -152,7 +157,7 @@ class Trainer:
             The result, the same on every rank except for `history`, which rank 0 alone has after a resume.
 
         Raises:
-            ValueError: if no step is left to make.
+            ValueError: if no step is left to make, or on rank 0 if the run's folder cannot be written to.
         """
         config = self.config.train
         if self.step >= config.num_steps:
@@ -161,7 +166,13 @@ class Trainer:
             )
         started_s, train_seconds = time.perf_counter(), 0.0
         throughput, losses, exact = Throughput(), [], ExactMatch(0, 0)
-        report = RunReport(self.config, self.ranks, start_step=self.step, show_progress=self._show_progress)
+        report = RunReport(
+            self.config,
+            self.ranks,
+            start_step=self.step,
+            continues=self._continues,
+            show_progress=self._show_progress,
+        )
         wait_for_all(self.ranks)  # no rank may write to the run's folder before rank 0 has made it
         try:
             while self.step < config.num_steps:
@@ -230,7 +241,8 @@ class Trainer:
         """Load weights, optimizer state and step of a checkpoint, so that `fit` goes on from there.
 
         Args:
-            path: a checkpoint's or a run's folder; by default this run's own.
+            path: a checkpoint's or a run's folder; by default this run's own. From another run's, this run begins a
+                folder of its own.
 
         Returns:
             Optimizer steps done.
@@ -243,6 +255,7 @@ class Trainer:
         meta = read_meta(checkpoint)
         _check_resumable(checkpoint, meta, self.config, self.global_batch_size)
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
+        self._continues = checkpoint.resolve().is_relative_to(run_folder(self.config).resolve())
         self.step = int(meta["step"])
         return self.step
 

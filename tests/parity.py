@@ -19,6 +19,7 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import IGNORE_LABEL, Batch, Message, Sample
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import gather_full
 from vlmcourse.parallel.mesh import Ranks
@@ -30,8 +31,13 @@ GLOBAL_BATCH_SIZE = 8
 NUM_STEPS = 5
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 """fp32: a few roundings of sums added in another order. bf16: 8 significant bits in every matrix product."""
-GRADIENT_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2}
-"""Absolute; gradients are at most `MAX_GRAD_NORM` long."""
+GRADIENT_TOLERANCE = {"fp32": 3e-5, "bf16": 5e-2}
+"""Length of the difference over the length of the gradient, parameter by parameter; measured: 3e-6 and 1.1e-2. A
+gradient that is missing is off by 1, one of half the length by 0.5."""
+KEY_BIAS = "attention.k_proj.bias"
+"""It adds the same number to all scores of a query, which softmax takes out again: its true gradient is 0."""
+KEY_BIAS_TOLERANCE = 2e-5
+"""Absolute; measured: 2e-9 in fp32 and 3e-6 in bf16."""
 MAX_GRAD_NORM = 0.5
 """Below what is measured at every step, so that clipping is active."""
 CASES: dict[str, dict[str, Any]] = {
@@ -57,6 +63,12 @@ class Recording:
     num_tiles: list[list[int]] = field(default_factory=list)
     """Tiles of each micro-batch of each step, this rank's."""
     num_supervised: list[list[int]] = field(default_factory=list)
+    num_tokens: list[TokenCount] = field(default_factory=list)
+    """Of this rank's micro-batches of each step, counted here."""
+    reported_tokens: list[TokenCount] = field(default_factory=list)
+    """Of each step, as its report says."""
+    draws: list[float] = field(default_factory=list)
+    """What PyTorch's generator gave in each step."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -136,6 +148,7 @@ def record(trainer: Trainer, num_steps: int | None = None) -> Recording:
     def keep_gradients(trainer: Trainer) -> None:
         named = unwrap(trainer.model).named_parameters()
         recording.gradients.append({name: gather_full(p.grad) for name, p in named if p.grad is not None})
+        recording.draws.append(torch.rand(()).item())
 
     trainer.before_update.append(keep_gradients)
     load_step: Callable[[int], list[Batch]] = trainer.load_step
@@ -145,6 +158,7 @@ def record(trainer: Trainer, num_steps: int | None = None) -> Recording:
         recording.sample_ids.append([name for batch in batches for name in batch.sample_ids])
         recording.num_tiles.append([sum(batch.tiles_per_sample) for batch in batches])
         recording.num_supervised.append([batch.num_supervised_tokens for batch in batches])
+        recording.num_tokens.append(count_tokens(batches, trainer.shape.image_token_id))
         return batches
 
     trainer.load_step = keep_batches  # type: ignore[method-assign]
@@ -152,8 +166,17 @@ def record(trainer: Trainer, num_steps: int | None = None) -> Recording:
         report = trainer.train_step()
         recording.losses.append(report.loss)
         recording.grad_norms.append(report.grad_norm)
+        recording.reported_tokens.append(report.tokens)
     recording.weights = {name: gather_full(p) for name, p in unwrap(trainer.model).named_parameters()}
     return recording
+
+
+def count_tokens(batches: list[Batch], image_token_id: int) -> TokenCount:
+    """Count the tokens of some micro-batches from their tensors alone."""
+    visual = sum(int((batch.input_ids_BS == image_token_id).sum()) for batch in batches)
+    real = sum(int(batch.attention_mask_BS.sum()) for batch in batches)
+    supervised = sum(int((batch.labels_BS != IGNORE_LABEL).sum()) for batch in batches)
+    return TokenCount(text=real - visual, visual=visual, supervised=supervised)
 
 
 def check_parity(reference: Recording, other: Recording, precision: str) -> None:
@@ -167,10 +190,14 @@ def check_parity(reference: Recording, other: Recording, precision: str) -> None
         gradients, expected_gradients = other.gradients[step], reference.gradients[step]
         assert gradients.keys() == expected_gradients.keys(), f"step {step}: other parameters have gradients"
         for name, gradient in gradients.items():
-            difference = float((gradient - expected_gradients[name]).abs().max())
-            assert difference <= GRADIENT_TOLERANCE[precision], (
-                f"step {step}: gradient of {name} is off by {difference}"
-            )
+            check_gradient(f"step {step}: gradient of {name}", gradient, expected_gradients[name], precision)
+
+
+def check_gradient(name: str, gradient: Tensor, expected: Tensor, precision: str) -> None:
+    """Raise AssertionError if one parameter's gradient differs by more than the tolerance of its type."""
+    difference, length = float((gradient - expected).norm()), float(expected.norm())
+    allowed = KEY_BIAS_TOLERANCE if name.endswith(KEY_BIAS) else GRADIENT_TOLERANCE[precision] * length
+    assert difference <= allowed, f"{name} is off by {difference}; it is {length} long"
 
 
 def load(path: Path) -> Any:

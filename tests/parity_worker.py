@@ -16,7 +16,9 @@ from unittest import mock
 import torch
 from parity import CASES, AwkwardTrainer, Recording, build_trainer, parity_config, record
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
+from vlmcourse.parallel import apply
 from vlmcourse.parallel.mesh import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train import accumulate, trainer
 
@@ -111,6 +113,20 @@ def weights_not_shared() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_weights() -> Iterator[None]:
+    """DDP leaves every rank the weights that it came with."""
+    with mock.patch.object(apply, "apply_ddp", lambda model, ranks: DistributedDataParallel(model, init_sync=False)):
+        yield
+
+
+@contextlib.contextmanager
+def not_distributed() -> Iterator[None]:
+    """The strategy leaves the model as it is."""
+    with mock.patch.multiple(apply, apply_ddp=lambda model, ranks: model, apply_fsdp=lambda model, ranks: model):
+        yield
+
+
 BUGS: dict[str, tuple[str, int, Callable[[], contextlib.AbstractContextManager[None]]]] = {
     "no gradient exchange (ddp)": ("ddp", 1, no_exchange),
     "no gradient exchange (fsdp)": ("fsdp", 1, no_exchange),
@@ -123,7 +139,16 @@ BUGS: dict[str, tuple[str, int, Callable[[], contextlib.AbstractContextManager[N
     "every rank takes the same slice": ("ddp", 4, same_slice),
     "clipping by the norm of the local shards": ("fsdp", 1, local_clipping),
     "weights not shared before sharding": ("fsdp", 1, weights_not_shared),
+    "weights not shared (ddp)": ("ddp", 1, own_weights),
+    "model not distributed (ddp)": ("ddp", 1, not_distributed),
+    "model not distributed (fsdp)": ("fsdp", 1, not_distributed),
 }
+REFUSALS = {
+    "weights not shared (ddp)": "weights of rank 1 differ from rank 0's",
+    "model not distributed (ddp)": "the model is a VLM, not a DistributedDataParallel",
+    "model not distributed (fsdp)": "parts are not wrapped by fully_shard",
+}
+"""What is said to those of the bugs that are refused before the first step; all others train, to wrong numbers."""
 
 
 def run(strategy: str, accumulation_steps: int, case: str, ranks: Ranks, num_steps: int | None = None) -> Recording:

@@ -16,17 +16,19 @@ import torch
 from parity import (
     CASES,
     GLOBAL_BATCH_SIZE,
+    KEY_BIAS,
     MAX_GRAD_NORM,
     NUM_STEPS,
     Recording,
     awkward_samples,
     build_trainer,
+    check_gradient,
     check_parity,
     load,
     parity_config,
     record,
 )
-from parity_worker import BUGS, WEIGHT_SEED
+from parity_worker import BUGS, REFUSALS, WEIGHT_SEED
 from ranks import run_worker
 from torch.nn import functional as F
 
@@ -86,7 +88,17 @@ def test_one_process_matches_a_loss_written_out_by_hand() -> None:
     for name, parameter in trainer.model.named_parameters():
         assert parameter.grad is not None
         clipped = parameter.grad * (MAX_GRAD_NORM / norm)
-        assert torch.allclose(clipped, single("all towers").gradients[0][name], rtol=0, atol=1e-6)
+        check_gradient(name, clipped, single("all towers").gradients[0][name], "fp32")
+
+
+@pytest.mark.parametrize("case", ["all towers", "bf16"])
+def test_a_gradient_that_is_missing_or_half_as_long_is_no_parity(case: str) -> None:
+    for expected in single(case).gradients:
+        for name, gradient in expected.items():
+            check_gradient(name, gradient, gradient, precision_of(case))
+            for factor in () if name.endswith(KEY_BIAS) else (0.0, 0.5):
+                with pytest.raises(AssertionError, match="is off by"):
+                    check_gradient(name, factor * gradient, gradient, precision_of(case))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if precision_of(case) == "fp32"])
@@ -129,11 +141,33 @@ def test_ranks_take_disjoint_samples_that_make_up_the_single_batch(both_ranks: l
             assert sorted(parts[0][step] + parts[1][step]) == sorted(whole)
 
 
+def test_reports_count_the_tokens_of_all_ranks(both_ranks: list[dict[str, Any]]) -> None:
+    for strategy, steps in VARIANTS:
+        runs: list[Recording] = [recordings["runs"]["all towers", strategy, steps] for recordings in both_ranks]
+        for step, (of_0, of_1) in enumerate(zip(*(run.num_tokens for run in runs), strict=True)):
+            assert of_0 != of_1 and of_0.supervised and of_1.supervised and of_0.visual + of_1.visual
+            for run in (*runs, single("all towers")):
+                assert run.reported_tokens[step] == of_0 + of_1, (strategy, steps, step)
+
+
+def test_random_draws_of_a_step_differ_by_rank_and_step_and_not_by_strategy(both_ranks: list[dict[str, Any]]) -> None:
+    runs = [[recordings["runs"]["all towers", *variant] for variant in VARIANTS] for recordings in both_ranks]
+    for of_rank in runs:
+        assert all(run.draws == of_rank[0].draws for run in of_rank)
+    assert runs[0][0].draws == single("all towers").draws
+    assert len({*runs[0][0].draws, *runs[1][0].draws}) == 2 * NUM_STEPS
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(both_ranks: list[dict[str, Any]], bug: str) -> None:
-    recorded: Recording | str = both_ranks[0]["bugs"][bug]
-    if isinstance(recorded, str):
-        return  # refused while it ran
-    with pytest.raises(AssertionError) as caught:
-        check_parity(single("all towers"), recorded, "fp32")
-    print(f"{bug}: {caught.value}")
+    for recordings in both_ranks:
+        recorded: Recording | str = recordings["bugs"][bug]
+        if bug in REFUSALS:
+            assert isinstance(recorded, str), "it trained"
+            assert REFUSALS[bug] in recorded
+            continue
+        assert isinstance(recorded, Recording), f"it did not train: {recorded}"
+        assert len(recorded.losses) == 3
+        with pytest.raises(AssertionError) as caught:
+            check_parity(single("all towers"), recorded, "fp32")
+        print(f"{bug}: {caught.value}")

@@ -3,14 +3,17 @@
     python bench/gpu_checks.py            # needs 1 GPU for some checks, 2 for the rest
     python bench/gpu_checks.py --out results.md
 
-A check that needs more GPUs than there are is skipped and says so; one that fails makes the exit code 1. The table
-names the card, the driver and torch, so that it can be committed as a record. Times are not asserted.
+A check that needs more GPUs than there are is skipped and says so; one that fails, in whatever way, is a row of the
+table and makes the exit code 1. The table names the card, the driver and torch, so that it can be committed as a
+record. Times are not asserted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,12 +22,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
+
+from vlmcourse.grading.process import QUIET_KERNEL
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
 TIMEOUT_S = 300
-SKIPPED = 3
-"""Exit code where no check could run."""
+MAX_SHOWN = 500
+"""Characters of an error that go into the table."""
+FORKED_CELL = """%%torchrun -n 2
+import json, os, psutil, torch, torch.distributed as dist
+numbers = torch.full((4,), rank + 1.0, device=device)
+dist.all_reduce(numbers)
+server = psutil.Process(psutil.Process(os.getppid()).ppid())  # the rank's parent is its guard
+is_forked = "fork_server" in " ".join(server.cmdline())
+print(json.dumps({"device": str(device), "sum": numbers.tolist(), "is_forked": is_forked}))
+"""
+
+
+class NotHereError(Exception):
+    """The check asks for something that this machine does not have; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ class Check:
     name: str
     gpus: int
     run: Callable[[], str]
-    """Returns what was seen; raises AssertionError or RuntimeError where the claim is false."""
+    """Returns what was seen; raises `NotHereError`, or any other exception where the claim is false."""
 
 
 def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: object) -> dict:
@@ -86,6 +104,8 @@ def check_single() -> str:
 
 def check_bf16() -> str:
     """Autocast to bf16 stays near fp32."""
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise NotHereError(f"{torch.cuda.get_device_name(0)} computes no bf16")
     gap = largest_gap(train("single", 1), train("single", 1, "bf16"))
     assert gap < 0.1, f"losses of bf16 and fp32 differ by {gap:.4f}"
     return f"largest difference of losses to fp32 {gap:.4f}"
@@ -115,6 +135,34 @@ def check_nccl() -> str:
     return "; ".join(sorted(line for line in lines if "nccl" in line))
 
 
+def run_forked_cell() -> list[dict]:
+    """Run a cell on two ranks in a real kernel and return what each rank said."""
+    import nbclient
+    import nbformat
+
+    cells = [nbformat.v4.new_code_cell(source) for source in ("%load_ext vlmcourse", FORKED_CELL)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    with tempfile.TemporaryDirectory() as folder:
+        client = nbclient.NotebookClient(
+            notebook, timeout=TIMEOUT_S, extra_arguments=list(QUIET_KERNEL), resources={"metadata": {"path": folder}}
+        )
+        client.execute()
+    printed = "".join(output.get("text", "") for output in cells[-1].outputs)
+    said = dict(re.findall(r"^\[(\d)\] (\{.*\})$", printed, re.MULTILINE))
+    assert sorted(said) == ["0", "1"], f"not both ranks said something: {printed!r}"
+    return [json.loads(said[rank]) for rank in "01"]
+
+
+def check_forked() -> str:
+    """Ranks that the notebook's server splits off use a GPU each."""
+    if sys.platform != "linux" or not torch.distributed.is_nccl_available():
+        raise NotHereError("needs Linux, where ranks are forked, and a torch with NCCL")
+    ranks = run_forked_cell()
+    for rank, seen in enumerate(ranks):
+        assert seen == {"device": f"cuda:{rank}", "sum": [3.0] * 4, "is_forked": True}, f"rank {rank}: {seen}"
+    return "; ".join(f"rank {rank} on {seen['device']}" for rank, seen in enumerate(ranks))
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -128,48 +176,74 @@ CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
+    Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
 )
 
 
+def find_driver() -> str:
+    """Return the version of the NVIDIA driver, as `nvidia-smi` tells it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown (no nvidia-smi)"
+    try:
+        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown (nvidia-smi fails)"
+    return ", ".join(sorted({line.strip() for line in done.stdout.splitlines() if line.strip()})) or "unknown"
+
+
 def describe_machine(num_gpus: int) -> str:
     """Name the cards and the versions that a table was made with."""
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}"
+    versions = f"driver {find_driver()}, torch {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}"
     if not num_gpus:
         return f"no GPU, {versions}"
     names = sorted({torch.cuda.get_device_name(i) for i in range(num_gpus)})
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{num_gpus} x {', '.join(names)}, {versions}, NCCL {nccl}"
+    version = ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else "not in this build"
+    return f"{num_gpus} x {', '.join(names)}, {versions}, NCCL {version}"
 
 
-def main() -> int:
-    """Run every check that the machine allows and print the table."""
+def run_check(check: Check, num_gpus: int) -> tuple[str, str]:
+    """Return the outcome of one check, and what was seen or why not."""
+    if check.gpus > num_gpus:
+        return "skipped", f"needs {check.gpus} GPU(s), this machine has {num_gpus}"
+    try:
+        return "passed", check.run()
+    except NotHereError as error:
+        return "skipped", str(error)
+    except Exception as error:  # a check that breaks is a row like one whose claim is false; the others still run
+        return "FAILED", f"{type(error).__name__}: {plain(str(error))[-MAX_SHOWN:]}"  # a cause stands at the end
+
+
+def plain(text: str) -> str:
+    """Return text as it can stand in a row of the table: one line, no colours, no bar."""
+    return " ".join(re.sub(r"\x1b\[[\d;]*m", "", text).split()).replace("|", "/")
+
+
+def build_table(num_gpus: int) -> tuple[str, bool]:
+    """Run every check that the machine allows; return the table, and whether nothing failed."""
+    lines = [f"Machine: {describe_machine(num_gpus)}", "", "| check | outcome | seen |", "|---|---|---|"]
+    all_well = True
+    for check in CHECKS:
+        outcome, seen = run_check(check, num_gpus)
+        all_well = all_well and outcome != "FAILED"
+        lines.append(f"| {check.name} | {outcome} | {plain(seen)} |")
+    return "\n".join(lines) + "\n", all_well
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; return 1 where a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="also write the table to this file")
-    args = parser.parse_args()
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    rows, failed, ran = [], 0, 0
-    for check in CHECKS:
-        if check.gpus > num_gpus:
-            rows.append((check.name, "skipped", f"needs {check.gpus} GPU(s), this machine has {num_gpus}"))
-            continue
-        ran += 1
-        try:
-            rows.append((check.name, "passed", check.run()))
-        except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
-            failed += 1
-            rows.append((check.name, "FAILED", " ".join(str(error).split())[:500]))
-    table = [f"Machine: {describe_machine(num_gpus)}", "", "| check | outcome | seen |", "|---|---|---|"]
-    table += [f"| {' | '.join(row)} |" for row in rows]
-    text = "\n".join(table) + "\n"
+    args = parser.parse_args(argv)
+    text, all_well = build_table(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     sys.stdout.write(text)
     if args.out:
         args.out.write_text(text, encoding="utf-8")
-    if failed:
-        return 1
-    return 0 if ran else SKIPPED
+    return 0 if all_well else 1
 
 
 if __name__ == "__main__":

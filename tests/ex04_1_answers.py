@@ -274,7 +274,20 @@ NEVER_NONE = ("            return plan\n", "            return plan\n    return 
 """Changes of the reference's cell c."""
 
 LANGUAGE_ONLY = "you counted the language tower only: the vision tower trains too"
-ZERO_2_IS_NOT_3 = "weights are not sharded in ZeRO-2"
+ZERO_2_IS_NOT_3 = "you split the weights in ZeRO-2; they are split from stage 3 on"
+
+LOOKS = "It looks as if "
+
+
+def state_list(stages: str) -> str:
+    """An answer to part b, from the bytes of stages 0 to 3 in P and N."""
+    return f"""
+    def state_bytes_per_rank(P, N, stage):
+        if stage > 3:
+            raise ValueError
+        return [{stages}][stage]
+    """
+
 
 WRONG_ANSWERS: dict[str, Wrong] = {
     # --- a
@@ -303,13 +316,16 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         answers=changed(B, ("range(zero_stage)", "range(2 if zero_stage == 1 else zero_stage)")),
         less=("b_cases",),
         none=("b_test",),
-        named={"b_cases": "gradients are not sharded in ZeRO-1", "b_test": "64, 1) is not right"},
+        named={
+            "b_cases": f"{LOOKS}you split the gradients in ZeRO-1; they are split from stage 2 on.",
+            "b_test": "64, 1) is not right",
+        },
     ),
     "ZeRO-2 leaves the gradients whole": Wrong(
         answers=changed(B, ("range(zero_stage)", "range(1 if zero_stage == 2 else zero_stage)")),
         less=("b_cases",),
         none=("b_test",),
-        named={"b_cases": "gradients are sharded in ZeRO-2"},
+        named={"b_cases": f"{LOOKS}you left the gradients whole in ZeRO-2; they are split from stage 2 on."},
     ),
     "4P + 16P/N and 4P + 12P/N": Wrong(
         answers={
@@ -322,7 +338,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         },
         less=("b_cases",),
         none=("b_test",),
-        named={"b_cases": "not 4P + 16P/N; gradients are sharded in ZeRO-2"},
+        named={"b_cases": f"not 4P + 16P/N.\n{LOOKS}you left the gradients whole in ZeRO-2; they"},
     ),
     "one Adam moment on a rank": Wrong(
         answers=changed(B, ("12 / split", "8 / split")),
@@ -347,6 +363,60 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     ),
     "not a number": Wrong(
         answers={B: "def state_bytes_per_rank(*_):\n    return float('nan')"}, none=("b_test", "b_cases")
+    ),
+    "fp32 and mixed precision with one moment": Wrong(
+        answers={A: "def adam_bytes_per_param(p):\n    return (4, 4, 4)"},
+        none=("a_test",),
+        named={"a_test": "112 GB\nbf16_mixed: 12 bytes a parameter again"},
+    ),
+    "adam_bytes_per_param without an argument": Wrong(
+        answers={A: "def adam_bytes_per_param():\n    return (2, 2, 12)"},
+        none=("a_test",),
+        named={"a_test": "your function must take (precision), and takes ()"},
+    ),
+    "state_bytes_per_rank without the stage": Wrong(
+        answers={B: "state_bytes_per_rank = lambda P, N: 16 * P / N"},
+        none=("b_test", "b_cases"),
+        named={"b_cases": "your function must take (num_params, num_ranks, zero_stage), and takes (P, N)"},
+    ),
+    "stages shifted by one": Wrong(
+        answers={B: state_list("16 * P, 16 * P, 4 * P + 12 * P / N, 2 * P + 14 * P / N")},
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}your stages are shifted by one: stage 0 splits nothing, stage 1 the optimizer"},
+    ),
+    "ZeRO-3 leaves the weights whole": Wrong(
+        answers={B: state_list("16 * P, 4 * P + 12 * P / N, 2 * P + 14 * P / N, 2 * P + 14 * P / N")},
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}you left the weights whole in ZeRO-3; they are split from stage 3 on."},
+    ),
+    "ZeRO-1 splits nothing": Wrong(
+        answers={B: state_list("16 * P, 16 * P, 2 * P + 14 * P / N, 16 * P / N")},
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}you left the optimizer state whole in ZeRO-1; it is split from stage 1 on."},
+    ),
+    "ZeRO-1 splits everything": Wrong(
+        answers={B: state_list("16 * P, 16 * P / N, 2 * P + 14 * P / N, 16 * P / N")},
+        less=("b_cases",),
+        none=("b_test",),
+        named={
+            "b_cases": f"{LOOKS}you split the gradients and the weights in ZeRO-1; the gradients are split from stage "
+            "2 on, the weights from stage 3 on."
+        },
+    ),
+    "everything split in every stage": Wrong(
+        answers={B: state_list("16 * P / N, 16 * P / N, 16 * P / N, 16 * P / N")},
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}you divided everything by the number of ranks in every stage; stage 0 splits"},
+    ),
+    "the optimizer split under DDP": Wrong(
+        answers={B: state_list("4 * P + 12 * P / N, 4 * P + 12 * P / N, 2 * P + 14 * P / N, 16 * P / N")},
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}you split the optimizer state in stage 0; that is plain DDP, where every rank"},
     ),
     # --- c: formulas
     "counts one Adam moment": Wrong(
@@ -546,7 +616,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     "stops at ZeRO-2": Wrong(
         answers=changed(C, ("zero_stage=3", "zero_stage=2"), (".ok:", ".ok or choice.get('zero_stage'):")),
         less=("c_sharded", "c_ranks", "c_remedy", "c_precision", "c_limits"),
-        named={"c_sharded": "weights are not sharded in ZeRO-2"},
+        named={"c_sharded": ZERO_2_IS_NOT_3},
     ),
     "thinks that ZeRO-2 splits the weights": Wrong(
         answers=changed(C, UP_TO_ZERO_2, ZERO_2_AS_3, IMPORT_REPLACE),

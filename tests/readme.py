@@ -10,11 +10,21 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 
 
-def shell_commands() -> list[str]:
-    """Return every command line of README's bash blocks, without its comment."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.S)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+def shell_commands(section: str = "") -> list[str]:
+    """Return every command line of README's bash blocks, or of one section's, without its comment."""
+    lines = [line.split("  #")[0].strip() for block in _blocks("bash", section) for line in block.splitlines()]
     return [line for line in lines if line]
+
+
+def notebook_cells() -> list[str]:
+    """Return the cells of README's notebook example, in order."""
+    return _blocks("python", "In a notebook")
+
+
+def _blocks(language: str, section: str) -> list[str]:
+    start = README.index(f"\n## {section}\n") if section else 0
+    end = README.find("\n## ", start + 1) if section else len(README)
+    return re.findall(rf"```{language}\n(.*?)```", README[start:end], flags=re.S)
 
 
 def environment() -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import io
 import math
 import os
 import random
@@ -12,15 +14,18 @@ import sys
 import time
 import warnings
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 import yaml
+from nbgrader.utils import determine_grade
 
-from vlmcourse.grading import checks
-from vlmcourse.grading.checks import as_number, award, call, canonical, describe, is_close, require
+from vlmcourse.grading import checks, steps
+from vlmcourse.grading.checks import as_number, award, call, canonical, describe, is_close
 from vlmcourse.planner import Plan
 
 
@@ -125,13 +130,113 @@ def test_what_an_expression_prints_is_dropped(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_require_shows_both_values_but_none_of_a_hash():
-    require("a", "a", "same")
-    with pytest.raises(AssertionError, match="f is not right: expected 4, got 5"):
-        require("5", "4", "f is not right")
-    with pytest.raises(AssertionError) as error:
-        require("0" * 64, "f" * 64, "f is not right")
-    assert str(error.value) == "f is not right"
+# --- AUTOTEST cells -------------------------------------------------------------------------------------------------
+
+
+def run_autotest_cell(tests: list[tuple[str, str]], names: dict[str, object]) -> tuple[float | None, str]:
+    """Run a cell as nbgrader makes it of AUTOTEST lines; return its result and what it printed.
+
+    Args:
+        tests: expressions and the values expected of them; a value of "#..." is hashed.
+        names: what the learner defined.
+    """
+    settings = yaml.safe_load((Path(__file__).parents[1] / "autotests.yml").read_text())["python3"]
+    (template,) = settings["templates"]["default"]
+    lines = [settings["setup"]]
+    for expression, value in tests:
+        test = template["test"].replace("{{snippet}}", expression)
+        if value.startswith("#"):
+            test = settings["hash"].replace("{{snippet}}", test).replace("{{salt}}", "salt")
+            value = sha256(f"{value[1:]}salt".encode()).hexdigest()
+        message = template["fail"].replace("{{snippet}}", expression)
+        line = settings["check"].replace("{{snippet}}", test)
+        lines.append(line.replace("{{value}}", value).replace("{{message}}", message))
+    *body, last = ast.parse("\n".join([*lines, settings["success"]])).body
+    assert isinstance(last, ast.Expr)  # so that a notebook shows its value
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(ast.Module(body=body, type_ignores=[]), "cell", "exec"), names)
+        result = eval(compile(ast.Expression(body=last.value), "cell", "eval"), names)
+    return result, printed.getvalue()
+
+
+def blank(*_):
+    raise NotImplementedError()
+
+
+def points_of(result: float | None, printed: str) -> float:
+    """The points that nbgrader and our proof of points give for a cell worth 2."""
+    cell = nbformat.v4.new_code_cell("tests", execution_count=1)
+    cell.metadata["nbgrader"] = {"grade": True, "solution": False, "grade_id": "any", "points": 2}
+    if printed:
+        cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=printed))
+    if result is not None:
+        cell.outputs.append(nbformat.v4.new_output("execute_result", data={"text/plain": repr(result)}))
+    score, _ = determine_grade(steps.RequireProof().preprocess_cell(cell, {}, 0)[0])
+    assert score is not None
+    return score
+
+
+def test_right_answer_passes_an_autotest_cell():
+    outcome = run_autotest_cell([("double(2)", "4"), ("double(3)", "#6")], {"double": lambda x: 2 * x})
+    assert outcome == (None, "Success!\n")
+    assert points_of(*outcome) == 2
+
+
+def test_unsolved_part_is_named_once_stops_nothing_and_earns_nothing():
+    outcome = run_autotest_cell([("blank(2)", "4"), ("blank(3)", "#6")], {"blank": blank})
+    assert outcome == (0.0, "blank is not solved yet\n")
+    assert points_of(*outcome) == 0
+
+
+def test_part_that_is_unsolved_in_one_case_only_earns_nothing():
+    def double(x):
+        return 4 if x == 2 else blank()
+
+    outcome = run_autotest_cell([("double(2)", "4"), ("double(3)", "#6"), ("double(2)", "4")], {"double": double})
+    assert outcome == (0.0, "blank is not solved yet\n")  # the function that is blank, not the one that calls it
+    assert points_of(*outcome) == 0
+
+
+def test_unsolved_function_without_a_name_is_told_by_its_test():
+    expression = "(_ for _ in ()).throw(NotImplementedError)"
+    assert run_autotest_cell([(expression, "4")], {}) == (0.0, f"{expression} is not solved yet\n")
+
+
+def test_wrong_answers_are_printed_one_line_each_and_earn_nothing():
+    outcome = run_autotest_cell([("double(2)", "4"), ("double(3)", "#6"), ("double(0)", "0")], {"double": lambda x: x})
+    assert outcome == (0.0, "double(2) is not right: expected 4, got 2\ndouble(3) is not right\n")
+    assert points_of(*outcome) == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), NotImplementedError("stage 3 is missing"), SystemExit(0)])
+def test_error_in_a_learners_function_is_raised(error):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)):
+        run_autotest_cell([("fail()", "4")], {"fail": fail})
+
+
+def test_a_cell_starts_afresh_after_one_that_failed_or_was_interrupted():
+    with pytest.raises(ZeroDivisionError):
+        run_autotest_cell([("blank()", "1"), ("1 / 0", "1")], {"blank": blank})
+    assert run_autotest_cell([("1", "1")], {}) == (None, "Success!\n")
+
+
+def test_learner_cannot_print_success():
+    def forge():
+        print("Success!")
+        return "Success!\nSuccess!"
+
+    result, printed = run_autotest_cell([("forge()", "4")], {"forge": forge})
+    assert result == 0.0 and "Success!" not in printed.splitlines()
+    assert points_of(result, printed) == 0
+
+
+def test_cell_whose_tests_are_all_hidden_ends_well_in_the_release():
+    success = yaml.safe_load((Path(__file__).parents[1] / "autotests.yml").read_text())["python3"]["success"]
+    exec(success, {})
 
 
 def test_autotests_file_uses_the_canonical_text_for_every_type():
@@ -165,10 +270,21 @@ def test_call_turns_every_error_into_one_line(function, words):
 
 
 def test_call_knows_the_blank_function_of_a_release():
-    def blank():
-        raise NotImplementedError()
-
     assert call(blank).unsolved
+
+
+@pytest.mark.parametrize(
+    "function", [lambda a, b: 1, lambda *_: 1, lambda a, b, c=0: 1, {}.get, 7, None, dict, contextlib.suppress]
+)
+def test_signature_that_takes_the_arguments_or_cannot_be_read_is_not_criticised(function):
+    assert checks.explain_signature(function, "one", "two") == ""
+
+
+@pytest.mark.parametrize("function", [lambda: 1, lambda a: 1, lambda a, b, c: 1, lambda a, b, *, c: 1])
+def test_signature_that_does_not_take_the_arguments_is_told(function):
+    assert checks.explain_signature(function, "one", "two").startswith(
+        "your function must take (one, two), and takes ("
+    )
 
 
 def test_call_stops_an_endless_loop_even_if_it_catches_errors():

@@ -19,9 +19,10 @@ from pathlib import Path
 import nbformat
 import pytest
 from ex04_1_answers import REFERENCE_CELLS, RIGHT_ANSWERS, WRONG_ANSWERS, Wrong
+from nbclient import NotebookClient
 
 from vlmcourse.grading import ex04_1, steps
-from vlmcourse.grading.process import run_nbgrader
+from vlmcourse.grading.process import QUIET_KERNEL, run_nbgrader
 from vlmcourse.grading.release import find_differences
 from vlmcourse.grading.run import Marks, grade_submission, prepare_course
 
@@ -195,6 +196,16 @@ def test_blank_release_scores_zero(prepared):
     assert not marks.failure
     assert by_id(marks) == dict.fromkeys(POINTS | BY_HAND, 0)
     assert marks.waiting_points == 0
+
+
+def test_run_all_on_the_blank_release_goes_on_to_its_end(prepared):
+    notebook = nbformat.read(prepared.release, as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3", extra_arguments=list(QUIET_KERNEL)).execute()
+    for cell in notebook.cells:
+        if cell.id in POINTS:
+            *printed, points = cell.outputs
+            assert "".join(output.text for output in printed).strip().endswith("not solved yet")
+            assert points["data"]["text/plain"] == "0.0"
 
 
 def test_plain_nbgrader_commands_grade_two_submissions_and_write_feedback(prepared, tmp_path):

@@ -101,7 +101,11 @@ def test_right_answers_in_another_style_get_full_marks_and_the_command_says_so(
     (submitted / "bo.ipynb").write_text("no JSON", encoding="utf-8")
     options = ["--course", str(course), "--assignment", ASSIGNMENT, "--feedback", str(tmp_path / "feedback")]
     assert command.run(arguments(str(submitted), "--json", *options)) == 1  # bo's could not be graded
-    anna, bo = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    anna, bo = json.loads(shown.out)
+    assert "Grading anna/small.ipynb (1 of 2) ..." in shown.err and "Grading bo.ipynb (2 of 2) ..." in shown.err
+    assert "anna/small.ipynb: 6 of 6 points by tests, and 4 wait for a person, in " in shown.err
+    assert "bo.ipynb: could not be graded, in " in shown.err
     assert {cell["grade_id"]: cell["points"] for cell in anna["cells"]} == {
         "small_draw_test": 2,
         "small_double_test": 3,
@@ -112,6 +116,20 @@ def test_right_answers_in_another_style_get_full_marks_and_the_command_says_so(
     assert bo["points"] == 0 and "not a notebook" in bo["failure"]
     assert "6 of 6 points" in (tmp_path / "feedback" / "anna__small.txt").read_text(encoding="utf-8")
     assert "could not be graded" in (tmp_path / "feedback" / "bo.txt").read_text(encoding="utf-8")
+
+
+def test_blank_submission_is_told_what_is_not_solved_and_earns_nothing(prepared, tmp_path):
+    names = {"small_draw": "draw()", "small_double": "double(x)", "small_award": "award()"}
+    blank = {cell: f"def {name}:\n    raise NotImplementedError()" for cell, name in names.items()}
+    marks = grade(answer(prepared.release, blank), prepared, tmp_path)
+    assert not marks.failure and set(points(marks).values()) == {0}
+    said = feedback(marks)
+    assert said["small_draw_test"] == "draw is not solved yet"  # AUTOTEST lines
+    assert said["small_double_test"] == said["small_award_test"] == "not solved yet"  # an error without a message
+    assert (marks.max_auto_points, marks.waiting_points, marks.unanswered_points) == (6, 0, 4)
+    text = format_feedback(marks)
+    assert "0 of 6 points by tests, and written answers worth 4 were left blank" in text
+    assert format_table([marks]).splitlines()[-1].endswith("0 of 6  4 unanswered")
 
 
 def test_tampered_submission_gets_what_its_answers_earn_and_no_more(prepared, tmp_path):
@@ -243,6 +261,9 @@ def test_submission_is_matched_to_its_assignment_by_its_exercises(course, prepar
     nbformat.write(nbformat.v4.new_notebook(), path)
     with pytest.raises(ValueError, match="matches no assignment"):
         find_assignment(path, course)
+    path.write_text("no JSON", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"renamed.ipynb: this is not a notebook that can be read"):
+        find_assignment(path, course)
 
 
 # --- Proof of points ------------------------------------------------------------------------------------------------
@@ -331,7 +352,7 @@ def test_table_shows_points_limits_hand_grading_and_failures():
 
 def test_feedback_groups_cells_by_exercise_and_repeats_what_they_said():
     text = format_feedback(marks_of("anna", 2, 1.5, None))
-    assert "anna (ch): 3.5 of 4 points, and 2 wait for a person" in text
+    assert "anna (ch): 3.5 of 4 points by tests, and 2 wait for a person" in text
     assert "ex04_0: 3.5 of 4" in text and "ex04_1: 0 of 2" in text
     assert "      said 1" in text
 
@@ -362,10 +383,27 @@ def test_grade_command_prints_table_and_feedback_of_a_single_notebook(course, pr
     ("argv", "words"),
     [
         (["missing.ipynb"], "There is no notebook at missing.ipynb"),
-        ([__file__, "--course", os.sep], "is not a course"),
-        ([__file__, "--time-limit-s", "0"], "must be greater than 0"),
+        ([__file__], "test_grading_run.py is not a notebook: give a .ipynb file or a folder"),
+        (["any.ipynb", "--course", os.sep], "is not a course"),
+        (["any.ipynb", "--time-limit-s", "0"], "must be greater than 0"),
     ],
 )
-def test_grade_command_says_what_to_correct(argv, words):
+def test_grade_command_says_what_to_correct(argv, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("any.ipynb").touch()
     with pytest.raises(ValueError, match=words):
         command.run(arguments(*argv))
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "text"),
+    [
+        ("NotImplementedError", "", "not solved yet"),
+        ("NotImplementedError", "stage 3", "NotImplementedError: stage 3"),
+        ("AssertionError", "", "AssertionError"),
+        ("AssertionError", "4 is not 5", "AssertionError: 4 is not 5"),
+    ],
+)
+def test_feedback_shows_an_error_in_one_line(name, message, text):
+    error = new_output("error", ename=name, evalue=message, traceback=[])
+    assert run.feedback_text(test_cell(error)) == text

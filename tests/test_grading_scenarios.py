@@ -17,16 +17,18 @@ from vlmcourse.grading.kinds import (
     vision_state_bytes,
     zero_plan,
 )
-from vlmcourse.grading.misconceptions import (
+from vlmcourse.grading.misconceptions import WRONG_ESTIMATES, decide, explain_choices, explain_same_kind
+from vlmcourse.grading.scenarios import GROUPS, Scenario, make_scenarios, would_fit_without
+from vlmcourse.grading.state_bytes import (
+    GRADIENTS,
+    OPTIMIZER,
     RIGHT_STATE,
-    WRONG_ESTIMATES,
+    WEIGHTS,
+    WRONG_BYTES,
     WRONG_STATES,
-    decide,
-    explain_choices,
-    explain_same_kind,
+    explain_split,
     explain_state,
 )
-from vlmcourse.grading.scenarios import GROUPS, Scenario, make_scenarios, would_fit_without
 from vlmcourse.planner import PRECISIONS, Plan, check_plan, count_params, estimate_rank_memory, get_device
 from vlmcourse.presets import CLUSTERS, MODELS
 
@@ -249,6 +251,25 @@ def test_state_of_the_vision_tower_is_what_a_model_without_it_would_save():
 def test_every_wrong_formula_of_state_is_told_from_the_others():
     cases = [(P, N, stage) for P in (7e9, 13e9) for N in (1, 4, 64) for stage in range(4)]
     for formula, sentence in WRONG_STATES:
-        assert sentence in explain_state([(case, formula(*case)) for case in cases])
-    assert explain_state([(case, RIGHT_STATE(*case)) for case in cases]) == ""
-    assert explain_state([(case, 17.0 * case[0] / (case[1] + 3)) for case in cases]) == ""
+        assert explain_state([(case, formula(*case)) for case in cases]) == [sentence]
+    for formula, sentence in WRONG_BYTES:  # in one stage only
+        answers = [(case, (formula if case[2] == 1 else RIGHT_STATE)(*case)) for case in cases]
+        assert explain_state(answers) == [sentence]
+    assert explain_state([(case, RIGHT_STATE(*case)) for case in cases]) == []
+    assert explain_state([(case, 17.0 * case[0] / (case[1] + 3)) for case in cases]) == []
+
+
+def test_what_was_split_wrongly_in_one_stage_is_told():
+    cases = [(P, N, stage) for P in (7e9, 13e9) for N in (1, 4, 64) for stage in range(4)]
+    owners = {OPTIMIZER: 12, GRADIENTS: 2, WEIGHTS: 2}
+    right = {0: (), 1: (OPTIMIZER,), 2: (OPTIMIZER, GRADIENTS), 3: (OPTIMIZER, GRADIENTS, WEIGHTS)}
+    for stage, split in itertools.product(range(4), right.values()):
+        answers = [(case, RIGHT_STATE(*case)) for case in cases if case[2] != stage]
+        for P, N in ((7e9, 4), (13e9, 64)):
+            divided = [size / N if owner in split else size for owner, size in owners.items()]
+            answers.append(((P, N, stage), P * sum(divided)))
+        expected = [] if split == right[stage] else [explain_split(stage, split)]
+        assert explain_state(answers) == expected
+        assert bool(explain_split(stage, split)) == (split != right[stage])
+    for said in (sentence for _, sentence in WRONG_STATES):
+        assert said.startswith("you")  # what the learner did, not what is true

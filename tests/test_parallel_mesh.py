@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vlmcourse.parallel.mesh import init_ranks, num_available_cores, shutdown_ranks
+from vlmcourse.machine import num_usable_cores
+from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -85,7 +86,7 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     try:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         init_ranks()
-        assert torch.get_num_threads() == num_available_cores()
+        assert torch.get_num_threads() == num_usable_cores()
         torch.set_num_threads(1)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         init_ranks()

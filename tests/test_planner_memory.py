@@ -16,8 +16,8 @@ from vlmcourse.planner import (
     get_device,
 )
 from vlmcourse.planner.activations import estimate_activation_bytes
-from vlmcourse.planner.memory import local_params
-from vlmcourse.presets import get_model
+from vlmcourse.planner.memory import estimate_gathered_bytes, local_params
+from vlmcourse.presets import VLMShape, get_model
 
 GB = 10**9
 MODEL = get_model("vlm-13b")
@@ -156,6 +156,22 @@ def test_activations_without_checkpointing_worked_by_hand():
     assert estimate_activation_bytes(plan, MODEL, Workload(), stage=0) == layers + s * V * 10
 
 
+def test_fp32_activations_take_twice_the_bytes_worked_by_hand():
+    # 4 bytes of each element instead of 2, so 4 a boundary and 68 a layer; logits, copy and gradient are 4 + 4 + 4.
+    s, h, L, V = 2048, 5120, 36, 32064
+    boundaries = 4 * s * h * L + 4 * 1025 * 3200 * 16
+    assert estimate_activation_bytes(Plan(precision="fp32"), MODEL, Workload(), stage=0) == (
+        boundaries + 68 * s * h + s * V * 12
+    )
+    whole = Plan(precision="fp32", activation_checkpointing=False)
+    layers = 68 * s * h * L + 68 * 1025 * 3200 * 16
+    assert estimate_activation_bytes(whole, MODEL, Workload(), stage=0) == layers + s * V * 12
+    autocast = Plan(precision="bf16_autocast")  # fp32 weights, but activations are bf16
+    assert estimate_activation_bytes(autocast, MODEL, Workload(), stage=0) == estimate_activation_bytes(
+        Plan(), MODEL, Workload(), stage=0
+    )
+
+
 def test_activations_scale_with_batch_and_fall_with_tp():
     def estimate(plan):
         return estimate_activation_bytes(plan, MODEL, Workload(), stage=0)
@@ -186,10 +202,83 @@ def test_early_pipeline_stages_hold_more_micro_batches():
     assert activations[1] == 2 * 12 * per_layer + live
 
 
-def test_only_zero_3_gathers_layers():
-    gathered = [estimate_rank_memory(Plan(dp_shard=4, zero_stage=stage), MODEL).gathered for stage in (1, 2, 3)]
-    layer = 2 * 5120**2 + 2 * 5120 * 1024 + 3 * 5120 * 15104 + 2 * 5120
-    assert gathered == [0, 0, layer * (2 * 2 + 2)]
+# --- What ZeRO-3 gathers --------------------------------------------------------------------------------------------
+
+PROJECTOR_13B = 2 * 12800 + 12800 * 5120 + 5120 + 5120**2 + 5120
+PATCHES_OF_6B = 3 * 14**2 * 3200 + 3200 + 3200 + 1025 * 3200
+LAYER_13B = 2 * 5120**2 + 2 * 5120 * 1024 + 3 * 5120 * 15104 + 2 * 5120
+ROOT_13B = PATCHES_OF_6B + PROJECTOR_13B + 5120
+
+
+def gathered(plan: Plan, model=MODEL) -> int:
+    return estimate_rank_memory(plan, model).gathered
+
+
+def tied(model: VLMShape) -> VLMShape:
+    return dataclasses.replace(model, language=dataclasses.replace(model.language, tied_embeddings=True))
+
+
+def test_only_zero_3_gathers_the_root_unit_and_two_layers():
+    stages = [gathered(Plan(dp_shard=4, zero_stage=stage)) for stage in (1, 2, 3)]
+    assert stages == [0, 0, ROOT_13B * (2 + 2) + LAYER_13B * (2 * 2 + 2)]
+    assert gathered(Plan(dp_replicate=4, zero_stage=3)) == 0
+
+
+def test_26b_gathers_its_embedding_as_the_largest_unit():
+    matrix = 92553 * 6144
+    layer = 2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384 + 2 * 6144
+    projector = 2 * 12800 + 12800 * 6144 + 6144 + 6144**2 + 6144
+    root = PATCHES_OF_6B + projector + 6144
+    assert matrix > layer
+    assert gathered(Plan(dp_shard=8, zero_stage=3), get_model("internvl2-26b")) == root * 4 + matrix * 6
+
+
+def test_a_tied_embedding_is_part_of_the_root_unit():
+    assert gathered(Plan(dp_shard=4, zero_stage=3), tied(MODEL)) == (ROOT_13B + 32064 * 5120) * 4 + LAYER_13B * 6
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight", "gradient"),
+    [("bf16_autocast", 4, 4), ("fp32", 4, 4), ("bf16_fp32_grads", 2, 4), ("fp16_mixed", 2, 2)],
+)
+def test_what_is_gathered_has_the_type_that_weights_are_exchanged_in(precision, weight, gradient):
+    expected = ROOT_13B * (weight + gradient) + LAYER_13B * (2 * weight + gradient)
+    assert gathered(Plan(dp_shard=4, zero_stage=3, precision=precision)) == expected
+
+
+def test_gathered_units_shrink_with_tp_and_only_trained_ones_have_a_gradient():
+    # Four ways over tp, a language layer is smaller than a whole one of the vision tower.
+    vision_layer = 4 * 3200**2 + 3200 + 2 * 3200 * 12800 + 12800 + 3200 + 6 * 3200
+    assert LAYER_13B / 4 < vision_layer < LAYER_13B / 2
+    root = PATCHES_OF_6B + PROJECTOR_13B + 5120 // 4
+    assert gathered(Plan(dp_shard=2, tp=4, zero_stage=3)) == root * 4 + vision_layer * 6
+    frozen = Plan(dp_shard=4, zero_stage=3, frozen=("vision",))
+    assert gathered(frozen) == ROOT_13B * 4 - PATCHES_OF_6B * 2 + LAYER_13B * 6
+    frozen = Plan(dp_shard=4, zero_stage=3, frozen=("projector", "language"))
+    assert gathered(frozen) == ROOT_13B * 2 + PATCHES_OF_6B * 2 + max(LAYER_13B * 4, vision_layer * 6)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_pipeline_stage_gathers_what_stands_on_it(is_tied):
+    model = tied(MODEL) if is_tied else MODEL
+    plan, matrix = Plan(dp_shard=2, pp=2, zero_stage=3), 32064 * 5120 * is_tied
+    first, last = (estimate_gathered_bytes(plan, model, stage) for stage in (0, 1))
+    assert first == (PATCHES_OF_6B + PROJECTOR_13B + matrix) * 4 + LAYER_13B * 6
+    assert last == (5120 + matrix) * 4 + LAYER_13B * 6
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_gathered_units_are_those_that_apply_fsdp_makes(is_tied):
+    from parity import small_shape
+
+    from vlmcourse.models.vlm import build_model
+    from vlmcourse.parallel.fsdp import find_units
+
+    model = build_model(small_shape(is_tied), seed=0)
+    units = [sum(p.numel() for p in unit.parameters()) for unit in find_units(model)]
+    root = sum(p.numel() for p in model.parameters()) - sum(units)
+    plan = Plan(dp_shard=2, zero_stage=3, precision="fp32")
+    assert gathered(plan, small_shape(is_tied)) == root * 8 + max(units) * 12
 
 
 def test_device_total_is_the_sum_of_its_owners_with_the_reserve():

@@ -7,23 +7,29 @@ blank submission. Enters: the repository. Leaves: a table, or JSON, and exit cod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
+import tomllib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcourse.commands.progress import heartbeat
+from vlmcourse.grading.process import QUIET_KERNEL
+from vlmcourse.grading.report import format_by_hand
 from vlmcourse.grading.run import Marks, grade_submission, prepare_course
 
 CHAPTER = "ch01_parallelism"
 NUM_RANKS = 2
 NUM_STEPS = 200
-"""Shorter than the 1000 steps of configs/tiny.toml, so that the demo ends within three minutes on two cores."""
+"""Fewer than configs/tiny.toml has, so that the demo ends within three minutes on two cores."""
+RUN_FOLDER = Path("runs") / "demo"
+"""Where the training writes, below the current folder; an earlier run in it is kept under another name."""
 CHAPTER_LIMIT_S = 300.0
 
 
@@ -33,6 +39,8 @@ class Part:
 
     name: str
     seen: str
+    expected: str
+    """What is checked."""
     good: bool
     seconds: float
 
@@ -75,20 +83,26 @@ def train(course: Path, num_steps: int) -> tuple[list[Part], Mapping[str, Any]]:
     """
     print(f"Training the tiny model on {NUM_RANKS} ranks, {num_steps} steps ...", flush=True)
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="vlmcourse-demo-") as folder:
-        command = [sys.executable, "-m", "vlmcourse.cli", "train", str(course / "configs" / "tiny.toml")]
-        command += ["--nproc", str(NUM_RANKS), "--set", f"train.num_steps={num_steps}", "--set", "train.eval_every=0"]
-        command += ["--set", f"run.output_dir={json.dumps(folder)}"]
+    config = course / "configs" / "tiny.toml"
+    command = [sys.executable, "-m", "vlmcourse.cli", "train", str(config), "--nproc", str(NUM_RANKS)]
+    command += ["--set", f"train.num_steps={num_steps}", "--set", "train.eval_every=0"]
+    command += ["--set", f"run.output_dir={json.dumps(str(RUN_FOLDER))}"]
+    # In a terminal a progress bar tells.
+    with contextlib.nullcontext() if sys.stdout.isatty() else heartbeat(lambda: "training"):
         done = subprocess.run(command, check=False)
-        if done.returncode != 0:
-            return [Part("training", f"failed with exit code {done.returncode}", False, _since(started_s))], {}
-        summary = json.loads((Path(folder) / "tiny" / "result.json").read_text(encoding="utf-8"))
-    first, last = summary["loss_first"], summary["loss_last"]
+    if done.returncode != 0:
+        return [Part("training", f"exit code {done.returncode}", "exit code 0", False, _since(started_s))], {}
+    summary = json.loads((RUN_FOLDER / "tiny" / "result.json").read_text(encoding="utf-8"))
+    first, last, exact = summary["loss_first"], summary["loss_last"], summary["exact_match"]
+    all_steps = tomllib.loads(config.read_text(encoding="utf-8"))["train"]["num_steps"]
+    partly = f": {num_steps} of the {all_steps} steps of tiny.toml learn a part" if num_steps < all_steps else ""
+    losses = f"{first:.3f} -> {last:.3f} nats a token"
+    speed = f"{summary['tokens_per_s']:,.0f} tokens/s on {summary['world_size']} ranks"
     seconds = _since(started_s)
     rows = [
-        Part("loss before -> after", f"{first:.3f} -> {last:.3f} nats a token", last < first / 2, seconds),
-        Part("held-out exact match", f"{100 * summary['exact_match']:.1f} %", summary["exact_match"] > 0, seconds),
-        Part("speed", f"{summary['tokens_per_s']:,.0f} tokens/s on {summary['world_size']} ranks", True, seconds),
+        Part("loss before -> after", losses, "half or less", last < first / 2, seconds),
+        Part("held-out exact match", f"{100 * exact:.1f} %", f"above 0 %{partly}", exact > 0, seconds),
+        Part("speed", speed, "shown, not checked", True, seconds),
     ]
     return rows, summary
 
@@ -100,21 +114,31 @@ def execute_chapter(course: Path) -> Part:
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     path = course / "solutions" / CHAPTER / f"{CHAPTER}.ipynb"
-    print(f"Running {path.relative_to(course)} ...", flush=True)
-    started_s = time.monotonic()
     notebook = nbformat.read(path, as_version=4)
-    num_code = sum(cell.cell_type == "code" for cell in notebook.cells)
+    code = [index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    print(f"Running {path.relative_to(course)}, {len(code)} code cells ...", flush=True)
+    started_s = time.monotonic()
+    number = 0
+
+    def on_cell_start(cell: object, cell_index: int) -> None:
+        nonlocal number
+        number = sum(index <= cell_index for index in code)
+
     client = NotebookClient(
         notebook,
         timeout=CHAPTER_LIMIT_S,
         kernel_name="python3",
+        extra_arguments=list(QUIET_KERNEL),
         resources={"metadata": {"path": str(path.parent)}},
+        on_cell_start=on_cell_start,
     )
+    expected = "every code cell runs without an error"
     try:
-        client.execute()
+        with heartbeat(lambda: f"cell {number} of {len(code)}"):
+            client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        return Part(CHAPTER, f"stopped: {error}", False, _since(started_s))
-    return Part(CHAPTER, f"{num_code} code cells ran", True, _since(started_s))
+        return Part(CHAPTER, f"stopped: {error}", expected, False, _since(started_s))
+    return Part(CHAPTER, f"{len(code)} code cells ran", expected, True, _since(started_s))
 
 
 def grade(course: Path) -> list[Part]:
@@ -124,30 +148,45 @@ def grade(course: Path) -> list[Part]:
         "reference answers": course / "solutions" / CHAPTER / f"{CHAPTER}.ipynb",
         "blank submission": course / "chapters" / CHAPTER / f"{CHAPTER}.ipynb",
     }
-    # Each submission is graded in a process of its own that keeps one core busy, so both at once take half the time.
-    with prepare_course(course, CHAPTER) as prepared, ThreadPoolExecutor(len(submissions)) as pool:
-        graded = pool.map(lambda item: grade_submission(item[1], prepared, name=item[0]), submissions.items())
-        return [_grading_row(marks) for marks in graded]
+    state, num_done = "making the tests from solutions/", 0
+
+    def grade_one(item: tuple[str, Path]) -> Marks:
+        nonlocal num_done, state
+        marks = grade_submission(item[1], prepared, name=item[0])
+        num_done += 1
+        state = f"{num_done} of {len(submissions)} graded"
+        return marks
+
+    with heartbeat(lambda: state), prepare_course(course, CHAPTER) as prepared:
+        state = f"{num_done} of {len(submissions)} graded"
+        # Each is graded in a process of its own that keeps one core busy, so both at once take half the time.
+        with ThreadPoolExecutor(len(submissions)) as pool:
+            return [_grading_row(marks) for marks in pool.map(grade_one, submissions.items())]
 
 
 def _grading_row(marks: Marks) -> Part:
     """Turn marks into a row; the reference must earn everything, a blank nothing."""
-    expected = marks.max_auto_points if marks.submission == "reference answers" else 0.0
-    seen = f"{marks.points:g} of {marks.max_auto_points:g} points" + (f" ({marks.failure})" * bool(marks.failure))
-    good = not marks.failure and marks.max_auto_points > 0 and marks.points == expected
-    return Part(marks.submission, seen, good, round(marks.seconds, 1))
+    is_reference = marks.submission == "reference answers"
+    points = marks.max_auto_points if is_reference else 0.0
+    by_hand = f"; by hand: {format_by_hand(marks)}"
+    seen = f"{marks.points:g} of {marks.max_auto_points:g} points by tests" + by_hand
+    good = not marks.failure and marks.max_auto_points > 0 and marks.points == points
+    expected = "all points by tests" if is_reference else "no points"
+    return Part(marks.submission, marks.failure or seen, expected, good, round(marks.seconds, 1))
 
 
 def print_table(parts: list[Part]) -> None:
     """Print one row a part."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="vlmcourse demo")
-    for column in ("part", "seen", "as it should be", "seconds"):
+    for column in ("part", "seen", "should be", "is so", "seconds"):
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
     for part in parts:
-        table.add_row(part.name, part.seen, "yes" if part.good else "[bold red]NO[/]", f"{part.seconds:.0f}")
+        is_so = "yes" if part.good else "[bold red]NO[/]"
+        table.add_row(part.name, escape(part.seen), part.expected, is_so, f"{part.seconds:.0f}")
     Console(file=sys.stdout).print(table)
 
 

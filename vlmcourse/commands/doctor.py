@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from vlmcourse.machine import num_usable_cores
+
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "jupyterlab", "nbgrader", "matplotlib")
 
@@ -64,8 +66,8 @@ def check_python() -> Finding:
 
 
 def check_cores() -> Finding:
-    """Report the cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Report the cores that this process may use, a container's limit included."""
+    cores = num_usable_cores()
     if cores < 2:
         return Finding("cores", "note", str(cores), "two ranks will share one core: labs take about twice as long")
     return Finding("cores", "ok", str(cores))

@@ -1,7 +1,7 @@
 """`vlmcourse grade`: grade one notebook or a folder of them, and print a table.
 
-Enters: command-line arguments. Leaves: a table or JSON on stdout, feedback files if asked for, and an exit code: 0 if
-every submission was graded, 1 if one could not be.
+Enters: command-line arguments. Leaves: a table or JSON on stdout, what is being done on stderr, feedback files if asked
+for, and an exit code: 0 if every submission was graded, 1 if one could not be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import json
 from pathlib import Path
 
-from vlmcourse.grading.report import as_data, format_feedback, format_table
+from vlmcourse.commands.progress import heartbeat, say
+from vlmcourse.grading.report import as_data, format_feedback, format_points, format_table
 from vlmcourse.grading.run import Marks, PreparedCourse, find_assignment, grade_submission, prepare_course
 
 
@@ -43,13 +44,18 @@ def run(args: argparse.Namespace) -> int:
     all_marks: list[Marks] = []
     with contextlib.ExitStack() as stack:
         prepared: dict[str, PreparedCourse] = {}
-        for notebook, assignment in names.items():
+        for number, (notebook, assignment) in enumerate(names.items(), start=1):
             if assignment not in prepared:
-                prepared[assignment] = stack.enter_context(prepare_course(course, assignment))
+                say(f"Making the tests of {assignment} from solutions/ ...")
+                with heartbeat(lambda: "making the tests"):
+                    prepared[assignment] = stack.enter_context(prepare_course(course, assignment))
             label = str(notebook.relative_to(args.path)) if args.path.is_dir() else notebook.name
-            all_marks.append(
-                grade_submission(notebook, prepared[assignment], name=label, time_limit_s=args.time_limit_s)
-            )
+            say(f"Grading {label} ({number} of {len(names)}) ...")
+            with heartbeat(lambda: "grading"):
+                marks = grade_submission(notebook, prepared[assignment], name=label, time_limit_s=args.time_limit_s)
+            outcome = "could not be graded" if marks.failure else format_points(marks)
+            say(f"{label}: {outcome}, in {marks.seconds:.0f} s")
+            all_marks.append(marks)
     if args.feedback:
         write_feedback(all_marks, args.feedback)
     if args.json:
@@ -67,6 +73,8 @@ def find_notebooks(path: Path) -> list[Path]:
     Raises:
         ValueError: if there is none.
     """
+    if path.is_file() and path.suffix != ".ipynb":
+        raise ValueError(f"{path} is not a notebook: give a .ipynb file or a folder that holds some")
     if path.is_dir():
         found = sorted(file for file in path.rglob("*.ipynb") if ".ipynb_checkpoints" not in file.parts)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import io
 import math
 import numbers
@@ -17,6 +18,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -60,17 +62,60 @@ def reseed(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def require(got: str, expected: str, message: str) -> None:
-    """Compare two canonical texts (or hashes of them) and say what differs.
+_problems: list[str] = []
+"""What the AUTOTEST cell that runs now has found wrong so far."""
 
-    Raises:
-        AssertionError: if they differ.
+
+def begin() -> None:
+    """Start an AUTOTEST cell: forget what an earlier one found."""
+    _problems.clear()
+
+
+def require(evaluate: Callable[[], str], expected: str, message: str) -> None:
+    """Run one AUTOTEST line: print and remember what is wrong, so that `finish` gives no points.
+
+    A part that is not solved yet is named in one line. Any other error of the learner's code is raised, as its
+    traceback shows where.
+
+    Args:
+        evaluate: gives the canonical text of the learner's value, or a hash of it.
+        expected: what it must be.
+        message: what to print where it differs; both values follow unless they are hashes.
     """
-    if got == expected:
-        return
-    hashed = len(expected) == 64 and all(character in "0123456789abcdef" for character in expected)
-    detail = "" if hashed else f": expected {expected}, got {got}"
-    raise AssertionError(f"{message}{detail}")
+    try:
+        got = evaluate()
+    except NotImplementedError as error:
+        if str(error):
+            raise
+        problem = f"{_raising_function(error) or message.removesuffix(' is not right')} is not solved yet"
+    else:
+        if got == expected:
+            return
+        hashed = len(expected) == 64 and all(character in "0123456789abcdef" for character in expected)
+        problem = message if hashed else f"{message}: expected {expected}, got {got}"
+    if problem not in _problems:
+        _problems.append(problem)
+        print(problem)
+
+
+def finish() -> float | None:
+    """End an AUTOTEST cell: print "Success!", or return 0 where a line found something wrong.
+
+    The number is the cell's result, which nbgrader takes for its points. It does not stop "Run All", as an error would.
+    """
+    failed = bool(_problems)
+    _problems.clear()
+    if failed:
+        return 0.0
+    print("Success!")
+    return None
+
+
+def _raising_function(error: BaseException) -> str:
+    """Return the name of the function that raised an error, or "" if it has none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    name = frames[-1].f_code.co_name if frames else ""
+    return name if name.isidentifier() else ""
 
 
 def describe(value: Any) -> str:
@@ -166,6 +211,25 @@ def call(function: Any, *args: Any, limit_s: float = CALL_LIMIT_S) -> Outcome:
         first_line = (str(error).strip() or "no message").splitlines()
         text = f"{type(error).__name__}: {' '.join(line.strip() for line in first_line[:4])}"
         return Outcome(error=text, timed_out=isinstance(error, TimeoutError))
+
+
+def explain_signature(function: Any, *names: str) -> str:
+    """Return what to change where a learner's function cannot be called with these arguments by position, or "".
+
+    Args:
+        function: what the learner defined; what is no function, or has no signature to be read, is left to `call`.
+        names: of the arguments, as the task gives them.
+    """
+    try:
+        signature = inspect.signature(function)
+        takes = str(signature)
+    except Exception:  # the boundary to code that is not ours
+        return ""
+    try:
+        signature.bind(*names)
+    except TypeError:
+        return f"your function must take ({', '.join(names)}), and takes {takes}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Which wrong idea explains a wrong answer: each is written as a formula and asked what it would have decided.
+"""Which wrong idea explains wrong plans: each is written as an estimate and asked what it would have decided.
 
-Enters: a learner's answers. Leaves: the sentence of the wrong idea that reproduces them, or nothing. A wrong idea is
+Enters: a learner's choices. Leaves: the sentence of the wrong idea that reproduces them, or nothing. A wrong idea is
 named only if it explains the answers clearly better than the right formula does, so a right answer is never accused.
 """
 
@@ -9,110 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlmcourse.grading.kinds import fill_fraction, kind_of, plain_plan, vision_state_bytes, zero_plan
 from vlmcourse.grading.scenarios import Scenario
+from vlmcourse.grading.state_bytes import GB, GIB, GRADIENTS_IN_STAGE_1, ONE_MOMENT, WEIGHTS_IN_STAGE_2
 from vlmcourse.planner import OPTIMIZERS, Plan, RankMemory, check_plan, estimate_rank_memory, get_device
 
-GB, GIB = 10**9, 2**30
-
-ONE_MOMENT = (
-    "you counted one Adam moment (or left out the fp32 master weights): 12 bytes a parameter, with which 7e9 "
-    "parameters would train in 84 GB. Adam keeps two moments: 16 bytes, 112 GB"
-)
-GRADIENTS_IN_STAGE_1 = (
-    "gradients are not sharded in ZeRO-1: 2 bytes of weights and 2 of gradients stay whole, 4P + 12P/N"
-)
-WHOLE_GRADIENTS_IN_STAGE_2 = "gradients are sharded in ZeRO-2: only the 2 bytes of weights stay whole, 2P + 14P/N"
-WEIGHTS_IN_STAGE_2 = "weights are not sharded in ZeRO-2, only in ZeRO-3"
-SIXTEEN_OF_OPTIMIZER = (
-    "of the 16 bytes of mixed-precision Adam 4 are weights and gradients and 12 the optimizer's: stage 1 is "
-    "4P + 12P/N, not 4P + 16P/N"
-)
-FP32_SPLIT = (
-    "you counted weights and gradients in fp32 (4 + 4 + 8); in mixed precision they are 2 + 2, and the optimizer's "
-    "12 bytes hold the fp32 master copy and two moments"
-)
-UNIT = "the number is right in another unit: return bytes, not GB or GiB"
 LANGUAGE_ONLY = "you counted the language tower only: the vision tower trains too"
-
-
-# --- Bytes of the training state ------------------------------------------------------------------------------------
-
-StateFormula = Callable[[float, int, int], float]
-"""Bytes a rank from parameters, ranks and stage."""
-
-
-def split_state(
-    weights: float, gradients: float, optimizer: float, *, first_split: tuple[int, int, int]
-) -> StateFormula:
-    """Build a formula from bytes a parameter of each owner and the stage from which each is split."""
-
-    def formula(num_params: float, num_ranks: int, stage: int) -> float:
-        owners = zip((weights, gradients, optimizer), first_split, strict=True)
-        return sum(size * num_params / (num_ranks if stage >= first else 1) for size, first in owners)
-
-    return formula
-
-
-RIGHT_STATE = split_state(2, 2, 12, first_split=(3, 2, 1))
-
-WRONG_STATES: tuple[tuple[StateFormula, str], ...] = (
-    (split_state(2, 2, 8, first_split=(3, 2, 1)), ONE_MOMENT),
-    (split_state(2, 2, 12, first_split=(3, 1, 1)), GRADIENTS_IN_STAGE_1),
-    (split_state(2, 2, 12, first_split=(3, 3, 1)), WHOLE_GRADIENTS_IN_STAGE_2),
-    (split_state(2, 2, 12, first_split=(2, 2, 1)), WEIGHTS_IN_STAGE_2),
-    (split_state(2, 2, 16, first_split=(3, 3, 1)), SIXTEEN_OF_OPTIMIZER),
-    (split_state(2, 2, 16, first_split=(3, 2, 1)), SIXTEEN_OF_OPTIMIZER),
-    (split_state(4, 4, 8, first_split=(3, 2, 1)), FP32_SPLIT),
-    (
-        split_state(2, 2, 12, first_split=(1, 1, 1)),
-        "stages 1 and 2 do not shard everything: 1 the optimizer state, 2 gradients too",
-    ),
-    (split_state(2, 2, 12, first_split=(0, 0, 0)), "stage 0 is plain DDP: every rank holds everything"),
-    (split_state(2, 2, 12, first_split=(4, 4, 4)), "your answer does not depend on the number of ranks"),
-    (split_state(2, 0, 12, first_split=(3, 2, 1)), "you left out the gradients, 2 bytes a parameter"),
-    (split_state(2, 2, 0, first_split=(3, 2, 1)), "you left out the optimizer's 12 bytes a parameter"),
-)
-
-
-def explain_state(answers: Iterable[tuple[tuple[float, int, int], float]]) -> str:
-    """Name the wrong formula, or one for each stage, that gives the wrong ones among the answers.
-
-    Args:
-        answers: `(num_params, num_ranks, stage)` and the bytes that the learner's function gave for them.
-
-    Returns:
-        A sentence or more, or "" if no known formula gives the wrong answers.
-    """
-    wrong = [(case, got) for case, got in answers if not _near(got, RIGHT_STATE(*case))]
-    together = _formula_of(wrong)
-    if together or not wrong:
-        return together
-    by_stage = [_formula_of([(case, got) for case, got in wrong if case[2] == stage]) for stage in range(4)]
-    return "; ".join(dict.fromkeys(sentence for sentence in by_stage if sentence))
-
-
-def _formula_of(wrong: Sequence[tuple[tuple[float, int, int], float]]) -> str:
-    """Return the sentence of the first wrong formula that gives every one of the answers."""
-    if not wrong:
-        return ""
-    for unit in (GB, GIB):
-        if all(_near(got * unit, RIGHT_STATE(*case)) for case, got in wrong):
-            return UNIT
-    for formula, sentence in WRONG_STATES:
-        if all(_near(got, formula(*case)) for case, got in wrong):
-            return sentence
-    return ""
-
-
-def _near(got: float, expected: float) -> bool:
-    return abs(got - expected) <= 1e-4 * abs(expected)
-
-
-# --- Choices of a plan ----------------------------------------------------------------------------------------------
 
 Choice = tuple[Scenario, Plan | None]
 """A case and the plan chosen for it; None says that there is none."""

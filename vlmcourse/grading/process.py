@@ -1,7 +1,8 @@
 """An nbgrader process of its own: apart from the user's settings, limited in time, and gone when it is over.
 
 Enters: nbgrader's arguments and a course folder. Leaves: exit code and log. Kernels run in sessions of their own, so
-they are found through the process tree and not through the process group.
+they are found through the process tree and not through the process group; and where nbgrader has crashed, so that they
+hang on no tree any more, by a variable in their environment.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ import contextlib
 import os
 import subprocess
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+QUIET_KERNEL = ("--IPKernelApp.log_level=40",)
+"""Arguments for a kernel that our own code starts on this machine: its log shows errors, but no warning that it speaks
+without encryption, which would stand in the middle of a command's output."""
+
+MAX_ROUNDS = 10
+"""How often to look again for processes that were started while others were being killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +43,12 @@ def run_nbgrader(arguments: list[str], folder: Path, time_limit_s: float) -> Pro
         time_limit_s: seconds after which it is stopped with all that it started.
     """
     log_path = folder / "nbgrader.log"
+    mark = f"VLMCOURSE_GRADING_{uuid.uuid4().hex}"
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "vlmcourse.grading.nbgrader_process", *arguments],
             cwd=folder,
-            env=_environment(folder),
+            env={**_environment(folder), mark: "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -50,7 +60,7 @@ def run_nbgrader(arguments: list[str], folder: Path, time_limit_s: float) -> Pro
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            stop_tree(process)
+            stop_tree(process, mark)
     text = log_path.read_text(encoding="utf-8", errors="replace")
     return ProcessResult(returncode=process.returncode, log=text, timed_out=timed_out)
 
@@ -71,20 +81,38 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def stop_tree(process: subprocess.Popen) -> None:
-    """Kill a process that still runs, with every process that it started, kernels in sessions of their own included."""
-    if process.poll() is not None:
-        return
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    process.kill()
-    for member in family:
+def stop_tree(process: subprocess.Popen, mark: str = "") -> None:
+    """Kill a process, with every process that it started, kernels in sessions of their own included.
+
+    Args:
+        process: may have ended by itself.
+        mark: an environment variable of this process and no other. What it started has inherited it, and is found by
+            it when the process is gone; without it only a process that still runs is followed.
+    """
+    family = []
+    if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
-    psutil.wait_procs(family, timeout=5)
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+    for _ in range(MAX_ROUNDS):
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=5)
+        family = _find_marked(mark) if mark else []
+        if not family:
+            return
+
+
+def _find_marked(mark: str) -> list[psutil.Process]:
+    """Return the processes with `mark` in their environment; those of other users cannot be asked."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def last_lines(text: str, count: int) -> str:

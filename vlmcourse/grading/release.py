@@ -15,6 +15,9 @@ import nbformat
 
 from vlmcourse.grading.run import PreparedCourse, list_assignments, prepare_course
 
+IGNORED = {".ipynb_checkpoints", "runs"}
+"""Folders that appear in a released chapter when its notebook is opened and run."""
+
 
 def write_release(course: Path, assignment: str) -> Path:
     """Generate an assignment and put it into chapters/, in place of what was there.
@@ -42,7 +45,7 @@ def find_differences(prepared: PreparedCourse, course: Path) -> list[str]:
     fresh, kept = prepared.release.parent, course / "chapters" / prepared.assignment
     names = {str(path.relative_to(root)) for root in (fresh, kept) for path in root.rglob("*") if path.is_file()}
     found = []
-    for name in sorted(name for name in names if ".ipynb_checkpoints" not in name):
+    for name in sorted(name for name in names if not IGNORED.intersection(Path(name).parts)):
         if not (fresh / name).exists() or not (kept / name).exists():
             where = "chapters/" if (kept / name).exists() else "the generated release"
             found.append(f"{name} is in {where} only")

@@ -34,8 +34,7 @@ def _format_assignment(assignment: str, rows: Sequence[Marks]) -> str:
         points = {cell.grade_id: cell for cell in marks.cells}
         row = [marks.submission + (" (!)" if marks.failure else "")]
         row += [_format_points(points.get(name)) for name in names]
-        waiting = f"{marks.waiting_points:g} to give" if marks.waiting_points else "done"
-        table.append([*row, f"{marks.points:g} of {marks.max_auto_points:g}", waiting])
+        table.append([*row, f"{marks.points:g} of {marks.max_auto_points:g}", format_by_hand(marks)])
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     lines = [assignment + (f" (cells {prefix}...)" if prefix else "")]
     for row in table:
@@ -43,6 +42,12 @@ def _format_assignment(assignment: str, rows: Sequence[Marks]) -> str:
         lines.append("  ".join(cells).rstrip())
     lines += [f"(!) {marks.submission}: {marks.failure}" for marks in rows if marks.failure]
     return "\n".join(lines)
+
+
+def format_by_hand(marks: Marks) -> str:
+    """Return what a person has to grade in a submission: "5 to give", "5 unanswered", both, or "none"."""
+    counts = {"to give": marks.waiting_points, "unanswered": marks.unanswered_points}
+    return ", ".join(f"{points:g} {what}" for what, points in counts.items() if points) or "none"
 
 
 def _format_points(cell: CellMarks | None) -> str:
@@ -59,10 +64,19 @@ def _common_prefix(names: Sequence[str]) -> str:
     return names[0][: names[0][:shared].rfind("_") + 1]
 
 
+def format_points(marks: Marks) -> str:
+    """Return what a submission earned by tests, and what a person grades, in one line."""
+    text = f"{marks.points:g} of {marks.max_auto_points:g} points by tests"
+    if marks.waiting_points:
+        text += f", and {marks.waiting_points:g} wait for a person"
+    if marks.unanswered_points:
+        text += f", and written answers worth {marks.unanswered_points:g} were left blank"
+    return text
+
+
 def format_feedback(marks: Marks) -> str:
     """Return the feedback of one submission: points of each exercise, then what each test cell said."""
-    waiting = f", and {marks.waiting_points:g} wait for a person" if marks.waiting_points else ""
-    lines = [f"{marks.submission} ({marks.assignment}): {marks.points:g} of {marks.max_auto_points:g} points{waiting}"]
+    lines = [f"{marks.submission} ({marks.assignment}): {format_points(marks)}"]
     if marks.failure:
         lines.append(f"This submission could not be graded: {marks.failure}")
     for exercise in dict.fromkeys(exercise_of(cell.grade_id) for cell in marks.cells):
@@ -88,6 +102,7 @@ def as_data(marks: Marks) -> dict[str, object]:
         "points": marks.points,
         "max_auto_points": marks.max_auto_points,
         "waiting_points": marks.waiting_points,
+        "unanswered_points": marks.unanswered_points,
         "failure": marks.failure,
         "seconds": round(marks.seconds, 1),
         "cells": [
@@ -95,6 +110,7 @@ def as_data(marks: Marks) -> dict[str, object]:
                 "grade_id": cell.grade_id,
                 "points": cell.points,
                 "max_points": cell.max_points,
+                "by_hand": cell.by_hand,
                 "feedback": cell.feedback,
             }
             for cell in marks.cells

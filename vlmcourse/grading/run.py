@@ -8,6 +8,7 @@ says why. What a submission does to files outside its folder is not prevented: g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import shutil
 import tempfile
@@ -35,6 +36,8 @@ class CellMarks:
     points: float | None
     """None where a person has to grade the cell."""
     max_points: float
+    by_hand: bool = False
+    """A person grades the cell; one that was left as released has its zero points already."""
     feedback: str = ""
     """What the cell printed, and its error."""
 
@@ -58,12 +61,17 @@ class Marks:
     @property
     def max_auto_points(self) -> float:
         """Points that the tests could give."""
-        return sum(cell.max_points for cell in self.cells if cell.points is not None)
+        return sum(cell.max_points for cell in self.cells if cell.points is not None and not cell.by_hand)
 
     @property
     def waiting_points(self) -> float:
         """Points that a person has yet to give."""
         return sum(cell.max_points for cell in self.cells if cell.points is None)
+
+    @property
+    def unanswered_points(self) -> float:
+        """Points of the cells for a person that were left as released."""
+        return sum(cell.max_points for cell in self.cells if cell.points is not None and cell.by_hand)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +130,7 @@ def find_assignment(notebook: Path, course: Path) -> str:
     """Return the assignment that a submission answers, by the ids of its graded cells, else by its file's name.
 
     Raises:
-        ValueError: if none matches.
+        ValueError: if none matches, or the file is no notebook.
     """
     ids = _grade_ids(notebook)
     best, best_count = "", 0
@@ -132,6 +140,9 @@ def find_assignment(notebook: Path, course: Path) -> str:
             if count > best_count or (not best and source.stem == notebook.stem):
                 best, best_count = assignment, count
     if not best:
+        problem = _check_readable(notebook)
+        if problem:
+            raise ValueError(f"{notebook}: {problem}")
         known = ", ".join(list_assignments(course)) or "none"
         raise ValueError(f"{notebook} matches no assignment of {course} ({known}): name one with --assignment")
     return best
@@ -258,7 +269,7 @@ def _read_marks(folder: Path, prepared: PreparedCourse) -> tuple[CellMarks, ...]
             feedback = feedback_text(outputs[cell.grade_id])
         if points is None and cell.points is not None:
             points, feedback = 0.0, f"{feedback}\nno result was recorded for this cell".strip()
-        marks.append(CellMarks(grade_id=cell.grade_id, points=points, max_points=cell.max_points, feedback=feedback))
+        marks.append(dataclasses.replace(cell, points=points, feedback=feedback))
     return tuple(marks)
 
 
@@ -269,13 +280,26 @@ def _no_marks(prepared: PreparedCourse) -> tuple[CellMarks, ...]:
         data = cell.metadata.get("nbgrader", {})
         if data.get("grade"):
             by_hand = data["solution"]
-            points = None if by_hand else 0.0
-            marks.append(CellMarks(grade_id=data["grade_id"], points=points, max_points=float(data["points"])))
+            marks.append(
+                CellMarks(
+                    grade_id=data["grade_id"],
+                    points=None if by_hand else 0.0,
+                    max_points=float(data["points"]),
+                    by_hand=by_hand,
+                )
+            )
     return tuple(marks)
 
 
 def feedback_text(cell: nbformat.NotebookNode) -> str:
     """Return what a graded code cell printed and the message of its error."""
     parts = [output.text.strip() for output in cell.outputs if output.output_type == "stream"]
-    parts += [f"{output.ename}: {output.evalue}" for output in cell.outputs if output.output_type == "error"]
+    parts += [_error_text(output.ename, output.evalue) for output in cell.outputs if output.output_type == "error"]
     return "\n".join(part for part in parts if part and part != "Success!")
+
+
+def _error_text(name: str, message: str) -> str:
+    """Return one line for an error; the blank cells of a release raise NotImplementedError without a message."""
+    if not message.strip():
+        return "not solved yet" if name == "NotImplementedError" else name
+    return f"{name}: {message}"

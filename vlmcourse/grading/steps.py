@@ -13,10 +13,13 @@ Enters: notebooks on their way through nbgrader. What ours add:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from typing import Any
+from unittest import mock
 
+from jupyter_client.manager import start_new_kernel
 from nbclient.exceptions import DeadKernelError
 from nbformat.notebooknode import NotebookNode
 from nbformat.v4 import new_output
@@ -24,8 +27,10 @@ from nbgrader import utils
 from nbgrader.api import MissingEntry
 from nbgrader.converters.autograde import Autograde
 from nbgrader.converters.generate_assignment import GenerateAssignment
-from nbgrader.preprocessors import Execute, InstantiateTests, NbGraderPreprocessor, OverwriteCells
+from nbgrader.preprocessors import Execute, InstantiateTests, NbGraderPreprocessor, OverwriteCells, instantiatetests
 from traitlets import Bool
+
+from vlmcourse.grading.process import QUIET_KERNEL
 
 LAB_TAG = "lab"
 SUCCESS = "Success!"
@@ -79,7 +84,14 @@ class MarkLabs(NbGraderPreprocessor):
 
 
 class InstantiateGradedTests(InstantiateTests):
-    """Turn AUTOTEST lines into tests without running the labs."""
+    """Turn AUTOTEST lines into tests without running the labs, in a kernel whose log shows errors only."""
+
+    def preprocess(self, nb: NotebookNode, resources: Resources) -> Any:
+        """Work on a notebook."""
+        # nbgrader leaves no other way to pass arguments to this kernel.
+        quiet = functools.partial(start_new_kernel, extra_arguments=list(QUIET_KERNEL))
+        with mock.patch.object(instantiatetests, "start_new_kernel", quiet):
+            return super().preprocess(nb, resources)
 
     def preprocess_cell(self, cell: NotebookNode, resources: Resources, index: int) -> tuple[NotebookNode, Resources]:
         """Work on one cell."""

@@ -64,7 +64,6 @@ def hf_config_from_shape(shape: VLMShape, dtype: str) -> dict[str, Any]:
     Returns:
         A dictionary ready for `json.dump`.
     """
-    vision, language = shape.vision, shape.language
     return {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
@@ -75,43 +74,51 @@ def hf_config_from_shape(shape: VLMShape, dtype: str) -> dict[str, Any]:
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": shape.language.tied_embeddings,
+        "vision_config": _hf_vision_config(shape.vision),
+        "text_config": _hf_text_config(shape.language),
+    }
+
+
+def _hf_vision_config(vision: VisionShape) -> dict[str, Any]:
+    return {
+        "model_type": "internvl_vision",
+        "architectures": ["InternVLVisionModel"],
+        "image_size": [vision.image_size_px, vision.image_size_px],
+        "patch_size": [vision.patch_size_px, vision.patch_size_px],
+        "num_channels": 3,
+        "hidden_size": vision.hidden_size,
+        "num_hidden_layers": vision.num_layers,
+        "num_attention_heads": vision.num_heads,
+        "intermediate_size": vision.mlp_size,
+        "hidden_act": "gelu",
+        "norm_type": {ours: theirs for theirs, ours in NORMS.items()}[vision.norm],
+        "layer_norm_eps": vision.norm_eps,
+        "attention_bias": vision.qkv_bias,
+        "use_qk_norm": vision.qk_norm,
+        "layer_scale_init_value": vision.layer_scale_init,
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+    }
+
+
+def _hf_text_config(language: LanguageShape) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2" if language.qkv_bias else "llama",
+        "architectures": ["Qwen2ForCausalLM" if language.qkv_bias else "LlamaForCausalLM"],
+        "vocab_size": language.vocab_size,
+        "hidden_size": language.hidden_size,
+        "num_hidden_layers": language.num_layers,
+        "num_attention_heads": language.num_heads,
+        "num_key_value_heads": language.num_kv_heads,
+        "intermediate_size": language.mlp_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": language.norm_eps,
+        "max_position_embeddings": language.max_seq_len,
+        "rope_theta": language.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": language.rope_theta},
         "tie_word_embeddings": language.tied_embeddings,
-        "vision_config": {
-            "model_type": "internvl_vision",
-            "architectures": ["InternVLVisionModel"],
-            "image_size": [vision.image_size_px, vision.image_size_px],
-            "patch_size": [vision.patch_size_px, vision.patch_size_px],
-            "num_channels": 3,
-            "hidden_size": vision.hidden_size,
-            "num_hidden_layers": vision.num_layers,
-            "num_attention_heads": vision.num_heads,
-            "intermediate_size": vision.mlp_size,
-            "hidden_act": "gelu",
-            "norm_type": {ours: theirs for theirs, ours in NORMS.items()}[vision.norm],
-            "layer_norm_eps": vision.norm_eps,
-            "attention_bias": vision.qkv_bias,
-            "use_qk_norm": vision.qk_norm,
-            "layer_scale_init_value": vision.layer_scale_init,
-            "use_absolute_position_embeddings": True,
-            "use_mask_token": False,
-            "use_mean_pooling": True,
-        },
-        "text_config": {
-            "model_type": "qwen2" if language.qkv_bias else "llama",
-            "architectures": ["Qwen2ForCausalLM" if language.qkv_bias else "LlamaForCausalLM"],
-            "vocab_size": language.vocab_size,
-            "hidden_size": language.hidden_size,
-            "num_hidden_layers": language.num_layers,
-            "num_attention_heads": language.num_heads,
-            "num_key_value_heads": language.num_kv_heads,
-            "intermediate_size": language.mlp_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": language.norm_eps,
-            "max_position_embeddings": language.max_seq_len,
-            "rope_theta": language.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": language.rope_theta},
-            "tie_word_embeddings": language.tied_embeddings,
-        },
     }
 
 

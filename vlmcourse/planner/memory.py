@@ -52,7 +52,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     gathered: int
-    """Whole weights and gradients that ZeRO-3 holds while a layer is at work."""
+    """Whole weights and gradients that ZeRO-3 holds while a unit is at work, those of the root unit included."""
     activations: int
     reserved: int = RESERVED_BYTES
     host_optimizer: int = 0
@@ -160,7 +160,7 @@ def _estimate_stage(plan: Plan, model: VLMShape, workload: Workload, stage: int)
         gradients=state.gradients,
         optimizer=0 if plan.offload_optimizer else state.optimizer,
         host_optimizer=state.optimizer if plan.offload_optimizer else 0,
-        gathered=_gathered_bytes(plan, model) if plan.zero_stage == 3 and plan.dp_shard > 1 else 0,
+        gathered=estimate_gathered_bytes(plan, model, stage),
         activations=estimate_activation_bytes(plan, model, workload, stage),
     )
 
@@ -191,15 +191,40 @@ def local_params(plan: Plan, model: VLMShape, stage: int) -> dict[str, int]:
     }
 
 
-def _gathered_bytes(plan: Plan, model: VLMShape) -> int:
-    """Estimate ZeRO-3's working memory: the unit at work and the one prefetched, and one whole gradient.
+def estimate_gathered_bytes(plan: Plan, model: VLMShape, stage: int) -> int:
+    """Estimate ZeRO-3's working memory on one rank of a pipeline stage: what is whole for a while, not split.
 
-    A unit is what is gathered at once: a layer, the embedding or the output matrix. Taken at the largest unit.
+    A unit is what is gathered and freed together: a layer; the embedding and the output matrix, where they are two;
+    and all the rest (projector, patch and position embedding, norms, a tied embedding), which is the root unit. The
+    root stays gathered from the forward to the backward pass and has its whole gradient at the end; beside it the
+    largest other unit is at work, with its whole gradient, while one like it is prefetched. Weights travel as they are
+    kept, under autocast in fp32.
+
+    Args:
+        plan: how the ranks share the work.
+        model: the model's shape.
+        stage: pipeline stage, from 0.
+
+    Returns:
+        Bytes; 0 where weights are not split.
     """
-    language = model.language
-    unit = max(
-        -(-shapes.count_language_layer_params(language) // plan.tp),
-        -(-shapes.count_embedding_params(language) // plan.tp),
-        -(-shapes.count_vision_layer_params(model.vision) // plan.vision_tp),
-    )
-    return unit * (2 * plan.recipe.compute_bytes + plan.recipe.gradient_bytes)
+    if plan.zero_stage < 3 or plan.dp_shard == 1:
+        return 0
+    language, vision, last = model.language, model.vision, plan.pp - 1
+    root: list[tuple[str, int]] = []
+    units = [("language", shapes.count_language_layer_params(language))]
+    if stage == 0:
+        root.append(("vision", shapes.count_vision_embedding_params(vision)))
+        root.append(("projector", shapes.count_projector_params(model)))
+        units.append(("vision", shapes.count_vision_layer_params(vision)))
+    if stage == last:
+        root.append(("language", language.hidden_size))  # the final norm
+    if stage in (0, last):
+        (root if language.tied_embeddings else units).append(("language", shapes.count_embedding_params(language)))
+    degrees = {"vision": plan.vision_tp, "projector": 1, "language": plan.tp}
+
+    def held(tower: str, num_params: int, copies: int) -> int:
+        gradient_bytes = 0 if tower in plan.frozen else plan.recipe.gradient_bytes
+        return -(-num_params // degrees[tower]) * (copies * plan.recipe.weight_bytes + gradient_bytes)
+
+    return sum(held(*part, copies=1) for part in root) + max(held(*unit, copies=2) for unit in units)

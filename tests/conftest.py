@@ -1,0 +1,24 @@
+"""The marker `gpu(n)`: a test that needs n GPUs is skipped where there are fewer, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before the test's fixtures are built: they may need the GPUs too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    if len(marker.args) != 1 or not isinstance(marker.args[0], int) or marker.args[0] < 1:
+        raise pytest.UsageError(f"{item.nodeid}: write the number of GPUs that it needs, as in @pytest.mark.gpu(2)")
+    num_needed, num_gpus = marker.args[0], count_gpus()
+    if num_gpus < num_needed:
+        pytest.skip(f"needs {num_needed} GPU(s), this machine has {num_gpus}")
+
+
+def count_gpus() -> int:
+    """Return how many GPUs this torch can use."""
+    import torch  # takes seconds, which tests of the planner do without
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -89,10 +89,9 @@ def run_ranks(
     if any(end.exit_code != 0 and not end.was_stopped for end in ends):
         raise build_failure(ends, {})
     if unfinished:
+        still = describe_unfinished(unfinished, nproc)
         raise RankTimeout(
-            f"{nproc} ranks were stopped after {timeout_s:g} s, the limit of this run: "
-            + describe_unfinished(unfinished, nproc),
-            ends=ends,
+            f"{nproc} ranks were stopped after {timeout_s:g} s, the limit of this run: {still}", ends=ends
         )
     return RanksResult(ends, time.monotonic() - started_s)
 

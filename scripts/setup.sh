@@ -42,7 +42,7 @@ fi
 
 log=.venv/setup.log
 if ! .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]' 2>&1 |
-    tee "$log" | grep --line-buffered -E '^(Collecting|Installing|Successfully)' | cut -c1-100; then
+    tee "$log" | awk '/^(Collecting|Installing|Successfully)/ { print substr($0, 1, 100); fflush() }'; then
     tail -n 5 "$log" >&2
     if grep -qiE 'from versions: none|NewConnectionError|name resolution|Network is unreachable|Connection refused|timed out|ProxyError|NameResolutionError' "$log"; then
         stop "pip could not reach a package index (last lines above)." \

@@ -81,7 +81,7 @@ def fake_programs(folder: Path, **scripts: str) -> str:
     for name, body in scripts.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
-    for tool in ("bash", "dirname", "cat", "cksum", "grep", "tail", "tee", "cut", "rm", "mkdir", "env"):
+    for tool in ("bash", "dirname", "cat", "cksum", "grep", "tail", "tee", "awk", "rm", "mkdir", "env"):
         (folder / tool).symlink_to(shutil.which(tool) or "")
     return str(folder)
 

@@ -299,7 +299,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     "mixed precision without master weights": Wrong(
         answers={A: "def adam_bytes_per_param(p):\n    return (4, 4, 8) if p == 'fp32' else (2, 2, 8)"},
         less=("a_test",),
-        named={"a_test": "left out the fp32 master weights"},
+        named={"a_test": "left out the fp32 copy of the weight"},
     ),
     "everything in one number": Wrong(
         answers={A: "def adam_bytes_per_param(p):\n    return 16"},
@@ -365,9 +365,24 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         answers={B: "def state_bytes_per_rank(*_):\n    return float('nan')"}, none=("b_test", "b_cases")
     ),
     "fp32 and mixed precision with one moment": Wrong(
-        answers={A: "def adam_bytes_per_param(p):\n    return (4, 4, 4)"},
+        answers={A: "def adam_bytes_per_param(p):\n    return (4, 4, 4) if p == 'fp32' else (2, 2, 8)"},
         none=("a_test",),
         named={"a_test": "112 GB\nbf16_mixed: 12 bytes a parameter again"},
+    ),
+    "mixed precision with the bytes of fp32": Wrong(
+        answers={A: "def adam_bytes_per_param(p):\n    return (4, 4, 12)"},
+        none=("a_test",),
+        named={"a_test": "adds up to 20 bytes a parameter, too many: look at weights, gradients"},
+    ),
+    "state with weights and gradients in fp32": Wrong(
+        answers={B: state_list("20 * P, 8 * P + 12 * P / N, 4 * P + 16 * P / N, 20 * P / N")},
+        none=("b_test", "b_cases"),
+        named={"b_cases": "you counted weights and gradients in fp32"},
+    ),
+    "state with gradients in fp32": Wrong(
+        answers={B: state_list("18 * P, 6 * P + 12 * P / N, 2 * P + 16 * P / N, 18 * P / N")},
+        none=("b_test", "b_cases"),
+        named={"b_cases": "you counted the gradients in fp32"},
     ),
     "adam_bytes_per_param without an argument": Wrong(
         answers={A: "def adam_bytes_per_param():\n    return (2, 2, 12)"},

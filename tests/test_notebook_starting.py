@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,41 @@ def test_ranks_see_the_notebooks_folder_path_and_environment_of_now(kernel: Kern
     assert len(after) == 1 and after[0].pid != before
     (tmp_path / "brought.py").write_text("value = 80\n", encoding="utf-8")
     assert kernel.run(cell).lines(0) == [f"80 {tmp_path} ümlaut"]
+
+
+def test_what_a_cell_left_in_open_files_is_written(kernel: Kernel, tmp_path: Path) -> None:
+    path = tmp_path / "open.txt"
+    shown = kernel.run(f"%%torchrun -n 1\nfile = open({str(path)!r}, 'w')\nfile.write('hello')\nNone")
+    assert shown.error == ""
+    assert path.read_text() == "hello"
+
+
+def test_a_group_can_be_left_and_joined_again_although_a_model_still_holds_it(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        import torch, torch.distributed as dist
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print(total.item())
+    """)
+    assert shown.error == ""
+    assert shown.lines(0) == shown.lines(1) == ["2.0"]
+
+
+def test_an_interrupt_while_the_server_is_busy_stops_every_rank(kernel: Kernel) -> None:
+    (server,) = servers(kernel)
+    server.suspend()
+    kernel.start("%%torchrun -n 2\nimport time\ntime.sleep(60)")
+    time.sleep(1.5)
+    kernel.manager.interrupt_kernel()
+    time.sleep(0.5)
+    server.resume()
+    kernel.wait_until_idle()
+    assert kernel.processes() == []
+    shown = kernel.run("%%torchrun -n 2\nprint(rank)")
+    assert (shown.lines(0), shown.lines(1)) == (["0"], ["1"])
 
 
 def test_a_killed_server_ends_its_ranks_and_the_next_cell_has_a_new_one(kernel: Kernel) -> None:

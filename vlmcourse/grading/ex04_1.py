@@ -19,6 +19,7 @@ MAX_SHOWN = 3
 
 ADAM_BYTES = {"fp32": (4, 4, 8), "bf16_mixed": (2, 2, 12)}
 ONE_MOMENT_AGAIN = "12 bytes a parameter again: 4 are missing, a second Adam moment or the fp32 master weights"
+NO_MASTER_COPY = "you left out the fp32 copy of the weight: 4 of the optimizer's bytes besides the two moments"
 
 
 # --- Warm-up 1: bytes of one parameter ------------------------------------------------------------------------------
@@ -48,6 +49,8 @@ def check_adam_bytes(function: Any, points: float) -> float:
             num_right += 1
             continue
         sentence = _explain_adam(precision, got, outcome.value)
+        if sentence == ONE_MOMENT and num_right:  # fp32 was right, with both moments
+            sentence = NO_MASTER_COPY
         is_known = sentence in (ONE_MOMENT, ONE_MOMENT_IN_FP32)
         print(f"{precision}: {ONE_MOMENT_AGAIN if is_known and said else sentence}")
         said = said or is_known
@@ -60,12 +63,15 @@ def _explain_adam(precision: str, got: tuple[float | None, ...], answer: Any) ->
         return f"return three numbers (weights, gradients, optimizer), not {answer!r:.80}"
     if precision == "fp32" and got == (4, 4, 4):
         return ONE_MOMENT_IN_FP32
-    total = sum(size for size in got if size is not None)
-    if precision == "bf16_mixed" and total == 12:
+    if precision == "bf16_mixed" and got == (2, 2, 8):
         return ONE_MOMENT
-    if total == sum(ADAM_BYTES[precision]):
+    total, right = sum(size for size in got if size is not None), sum(ADAM_BYTES[precision])
+    if total == right:
         return f"the sum {total:g} is right, but not how it is shared between weights, gradients and optimizer"
-    return f"{answer!r:.80} adds up to {total:g} bytes a parameter: count weights, gradients, and all that Adam keeps"
+    names = zip(("weights", "gradients", "optimizer"), got, ADAM_BYTES[precision], strict=True)
+    wrong = ", ".join(name for name, size, expected in names if size != expected)
+    amount = "many" if total > right else "few"
+    return f"{answer!r:.80} adds up to {total:g} bytes a parameter, too {amount}: look at {wrong}"
 
 
 # --- Warm-up 2: bytes of one rank -----------------------------------------------------------------------------------

@@ -106,6 +106,15 @@ WRONG_BYTES: tuple[tuple[StateFormula, str], ...] = (
 
 WRONG_STATES: tuple[tuple[StateFormula, str], ...] = (
     *WRONG_BYTES,
+    (
+        split_state(4, 4, 12, first_split=(3, 2, 1)),
+        "you counted weights and gradients in fp32, 4 bytes each; in mixed precision they are 2 bytes each, and the "
+        "fp32 copy is among the optimizer's 12",
+    ),
+    (
+        split_state(2, 4, 12, first_split=(3, 2, 1)),
+        "you counted the gradients in fp32, 4 bytes; in this exercise they are in bf16, 2 bytes",
+    ),
     (split_state(2, 2, 12, first_split=(4, 3, 2)), SHIFTED),
     (split_state(2, 2, 12, first_split=(2, 1, 0)), SHIFTED),
     (

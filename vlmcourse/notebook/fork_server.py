@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -35,6 +36,8 @@ IDLE_MODULES = ("torch.distributed.fsdp", "vlmcourse.train.trainer", "torch._dyn
 READY = -1
 REFUSED = -2
 """Sent in place of a process id: this process cannot be split any more, because CUDA is in use in it."""
+NO_ROOM = -3
+"""Sent in place of a process id: the machine allows no further process or open file."""
 NUMBER = struct.Struct("=q")
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
@@ -94,19 +97,30 @@ class ForkServer:
             os.close(status)
             self._control.send(NUMBER.pack(REFUSED))
         else:
-            gc.freeze()  # a collection in a child would write to, and so copy, every page that it shares with this one
-            is_up, says_up = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                inherited = (output, lifeline, status, is_up, says_up)
-                self._become_rank(request_path, output, lifeline, inherited)
-            os.close(says_up)
-            os.read(is_up, 1)  # the guard leads a session of its own from here on, so that it can be signalled
-            os.close(is_up)
-            self._status_files[pid] = status
+            try:
+                pid = self._fork(request_path, output, lifeline, status)
+            except OSError:
+                os.close(status)
+                pid = NO_ROOM
+            else:
+                self._status_files[pid] = status
             self._control.send(NUMBER.pack(pid))
         os.close(output)
         os.close(lifeline)
+
+    def _fork(self, request_path: str, output: int, lifeline: int, status: int) -> int:
+        """Split off a guard, which leads a session of its own when this returns, so that it can be signalled."""
+        gc.freeze()  # a collection in a child would write to, and so copy, every page that it shares with this one
+        is_up, says_up = os.pipe()
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(request_path, output, lifeline, (output, lifeline, status, is_up, says_up))
+        finally:
+            os.close(says_up)
+        os.read(is_up, 1)
+        os.close(is_up)
+        return pid
 
     def _become_rank(self, request_path: str, output: int, lifeline: int, inherited: tuple[int, ...]) -> None:
         """Continue as a guard and, below it, as a rank that runs its cell; never returns."""
@@ -128,8 +142,9 @@ class ForkServer:
 
             traceback.print_exc()
         finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
             os._exit(code)
 
     def _report_ends(self) -> None:
@@ -174,4 +189,13 @@ def run_rank(request: dict) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
         atexit._run_exitfuncs()
+        flush_open_files()
     return 0
+
+
+def flush_open_files() -> None:
+    """Write what the cell has left in the buffers of files that it did not close, as the interpreter's end does."""
+    for file in gc.get_objects():
+        if isinstance(file, io.IOBase):
+            with contextlib.suppress(Exception):  # closed, read-only, or a class of the cell's own
+                file.flush()

@@ -1,4 +1,4 @@
-"""Keeps an impatient Ctrl-C from cutting a clean-up short."""
+"""Keeps a Ctrl-C from cutting short what must be done as a whole: a clean-up, or the start of a rank."""
 
 from __future__ import annotations
 
@@ -19,3 +19,19 @@ def ignore_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Let a SIGINT that comes meanwhile take effect at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt

@@ -24,7 +24,7 @@ from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
-from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter
+from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.streams import NotebookPrinter, Printer, TerminalPrinter
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
 
@@ -183,7 +183,7 @@ def build_job(options: CellOptions, prepared: PreparedCell, token: str) -> Job:
         shows_last_value=prepared.shows_last_value,
         out_names=list(options.out_names),
         timeout_s=options.timeout_s,
-        sys_path=list(sys.path),
+        sys_path=readable_path(),
         token=token,
     )
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from vlmcourse.notebook.failure import RankEnd
-from vlmcourse.notebook.interrupts import ignore_interrupts
+from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
 from vlmcourse.notebook.starting import RankHandle, Starter
 from vlmcourse.notebook.streams import LineSplitter
 
@@ -89,13 +89,14 @@ class RankGroup:
         Raises:
             RuntimeError: if the machine refuses another process.
         """
-        try:
-            handle = starter(env)
-        except OSError as error:
-            raise RuntimeError(f"rank {rank} could not be started ({error}): run fewer ranks") from error
-        process = RankProcess(rank, handle)
-        self._ranks.append(process)
-        self._pipes.register(handle.output_fd, selectors.EVENT_READ, process)
+        with hold_interrupts():  # a rank that was started but is not known here would go on for ever
+            try:
+                handle = starter(env)
+            except OSError as error:
+                raise RuntimeError(f"rank {rank} could not be started ({error}): run fewer ranks") from error
+            process = RankProcess(rank, handle)
+            self._ranks.append(process)
+            self._pipes.register(handle.output_fd, selectors.EVENT_READ, process)
 
     def wait(self, until_s: float) -> None:
         """Pass output on until every rank has ended, one has failed, or the clock reads `until_s`."""

@@ -7,6 +7,8 @@ started once a kernel and again when what it has read at its start has changed: 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import json
 import os
 import select
@@ -22,7 +24,7 @@ from typing import Protocol
 import vlmcourse
 from vlmcourse.notebook import guard
 from vlmcourse.notebook.fork_server import BOOT as SERVER_BOOT
-from vlmcourse.notebook.fork_server import NUMBER, READY, REFUSED
+from vlmcourse.notebook.fork_server import NO_ROOM, NUMBER, READY
 from vlmcourse.notebook.jobs import BOOT, remove_orphans
 
 SERVER_START_S = 120.0
@@ -168,7 +170,9 @@ class RankStarter:
 
     def prepare(self) -> None:
         """See to it that there is a server that has read what is now true; call it before the ranks of a cell."""
-        if self._can_fork and (self._server is None or not self._server.is_current(os.environ)):
+        if not self._can_fork:
+            self.close()
+        elif self._server is None or not self._server.is_current(os.environ):
             self.close()
             self._server = ForkServerClient(os.environ)
 
@@ -178,7 +182,7 @@ class RankStarter:
         Raises:
             OSError: if the machine refuses another process.
         """
-        if self._server is not None:
+        if self._server is not None and self._can_fork:
             forked = self._server.start_rank(private_dir, env)
             if forked is not None:
                 return forked
@@ -201,13 +205,13 @@ class ForkServerClient:
         self._lock = threading.Lock()
         self._is_ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", SERVER_BOOT, str(theirs.fileno()), json.dumps(sys.path)]
+        command = [sys.executable, "-c", SERVER_BOOT, str(theirs.fileno()), json.dumps(readable_path())]
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**SERVER_ENVIRONMENT, **env, **RANK_ENVIRONMENT},
+            env={**env, **SERVER_ENVIRONMENT, **RANK_ENVIRONMENT},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -239,14 +243,18 @@ class ForkServerClient:
         return self._is_ready
 
     def start_rank(self, private_dir: Path, env: Mapping[str, str]) -> ForkedRank | None:
-        """Split off a rank that runs the cell in `private_dir`; return None where the server cannot."""
+        """Split off a rank that runs the cell in `private_dir`; return None where the server cannot.
+
+        Raises:
+            OSError: if the machine allows no further process.
+        """
         with self._lock:
             if not self._wait_until_ready(SERVER_START_S):
                 return None
             return self._request(private_dir, env)
 
     def _request(self, private_dir: Path, env: Mapping[str, str]) -> ForkedRank | None:
-        request = {"private_dir": str(private_dir), "env": dict(env), "cwd": os.getcwd(), "sys_path": sys.path}
+        request = {"private_dir": str(private_dir), "env": dict(env), "cwd": os.getcwd(), "sys_path": readable_path()}
         path = private_dir / f"fork-{env['RANK']}.json"
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -258,24 +266,28 @@ class ForkServerClient:
             socket.send_fds(self._control, [str(path).encode()], [output_end, lifeline_end, status_end])
             pid = self._receive(ANSWER_S)
         except OSError:
-            pid = REFUSED
+            pid = None
         finally:
             for end in (output_end, lifeline_end, status_end):
                 os.close(end)
-        if pid > 0:
+        if pid is not None and pid > 0:
             return ForkedRank(pid, output, lifeline, status)
         for end in (output, lifeline, status):
             os.close(end)
+        if pid is None:
+            self.close()  # it must not answer later, when something else has been started in its place
+        if pid == NO_ROOM:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return None
 
-    def _receive(self, seconds: float) -> int:
-        """Return the server's next number; `REFUSED` where none comes."""
+    def _receive(self, seconds: float) -> int | None:
+        """Return the server's next number; None where none comes."""
         until_s = time.monotonic() + seconds
         while not select.select([self._control], [], [], min(0.1, seconds))[0]:
             if time.monotonic() >= until_s:
-                return REFUSED
+                return None
         message = self._control.recv(NUMBER.size)
-        return NUMBER.unpack(message)[0] if message else REFUSED
+        return NUMBER.unpack(message)[0] if message else None
 
     def close(self) -> None:
         """End the server."""
@@ -287,5 +299,14 @@ class ForkServerClient:
 def snapshot(env: Mapping[str, str]) -> tuple[object, ...]:
     """Return what a server has read at its start and cannot read again."""
     folder = Path(vlmcourse.__file__).parent
-    newest = max(entry.stat().st_mtime_ns for entry in folder.rglob("*.py"))
-    return dict(env), newest, sys.executable
+    files = set()
+    for path in folder.rglob("*.py"):
+        with contextlib.suppress(FileNotFoundError):  # an editor is replacing it
+            found = path.stat()
+            files.add((path, found.st_mtime_ns, found.st_size))
+    return dict(env), files, sys.executable
+
+
+def readable_path() -> list[str]:
+    """Return `sys.path` without the entries that Python itself ignores, such as `Path` objects."""
+    return [entry for entry in sys.path if isinstance(entry, str)]

@@ -154,6 +154,7 @@ def _open_private_store(rank: int, world_size: int, port: int, timeout_s: float)
         world_size,
         is_master=rank == 0,
         timeout=timedelta(seconds=timeout_s),
+        multi_tenant=True,  # a second group in the same process finds this store again, as with PyTorch's own
         master_listen_fd=listener.detach() if listener is not None else None,
     )
 

@@ -173,6 +173,7 @@ class Trainer:
             continues=self._continues,
             show_progress=self._show_progress,
         )
+        self._continues = True
         wait_for_all(self.ranks)  # no rank may write to the run's folder before rank 0 has made it
         try:
             while self.step < config.num_steps:

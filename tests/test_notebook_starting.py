@@ -117,6 +117,22 @@ def test_an_interrupt_while_the_server_is_busy_stops_every_rank(kernel: Kernel) 
     assert (shown.lines(0), shown.lines(1)) == (["0"], ["1"])
 
 
+def test_an_interrupt_is_heard_while_the_server_imports_torch() -> None:
+    kernel = Kernel()
+    try:
+        kernel.start("%load_ext vlmcourse\nget_ipython().run_cell_magic('torchrun', '-n 1', 'print(7)')")
+        kernel.wait_for_text("starting 1 ranks")
+        (server,) = servers(kernel)
+        server.suspend()  # an import that takes for ever
+        time.sleep(0.5)
+        kernel.manager.interrupt_kernel()
+        kernel.wait_until_idle()
+        server.resume()
+        assert kernel.processes() == []
+    finally:
+        kernel.close()
+
+
 def test_a_killed_server_ends_its_ranks_and_the_next_cell_has_a_new_one(kernel: Kernel) -> None:
     (server,) = servers(kernel)
     kernel.start("%%torchrun -n 2\nimport time\nprint('up')\ntime.sleep(100)")

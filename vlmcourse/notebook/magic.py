@@ -198,6 +198,7 @@ def run_job(
         RanksInterrupted: if a person interrupted the kernel.
     """
     try:
+        ranks.wait_until_ready()
         run_ranks(
             [sys.executable, "-c", BOOT, str(folder.path)],
             options.nproc,

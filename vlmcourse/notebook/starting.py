@@ -176,6 +176,11 @@ class RankStarter:
             self.close()
             self._server = ForkServerClient(os.environ)
 
+    def wait_until_ready(self) -> None:
+        """Wait for the server's imports, before a cell starts its first rank: a person may interrupt this."""
+        if self._server is not None and self._can_fork:
+            self._can_fork = self._server.wait_until_ready(SERVER_START_S)
+
     def start(self, private_dir: Path, env: Mapping[str, str]) -> RankHandle:
         """Start the rank that runs the cell in `private_dir`.
 
@@ -217,11 +222,6 @@ class ForkServerClient:
         )
         theirs.close()
 
-    @property
-    def pid(self) -> int:
-        """The server's process id."""
-        return self._popen.pid
-
     def is_current(self, env: Mapping[str, str]) -> bool:
         """Whether the server runs, in this environment and with the package's files as they are now."""
         return self._popen.poll() is None and self._snapshot == snapshot(env)
@@ -229,18 +229,19 @@ class ForkServerClient:
     @property
     def is_ready(self) -> bool:
         """Whether the server has imported torch."""
-        with self._lock:
-            return self._wait_until_ready(0)
+        return self.wait_until_ready(0)
 
     @property
     def has_died_in_use(self) -> bool:
         """Whether the server once worked and is gone, as when someone killed it; another one may work then."""
         return self._is_ready and self._popen.poll() is not None
 
-    def _wait_until_ready(self, seconds: float) -> bool:
-        if not self._is_ready:
-            self._is_ready = self._receive(seconds) == READY
-        return self._is_ready
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Return whether the server has imported torch, waiting for at most so long."""
+        with self._lock:
+            if not self._is_ready:
+                self._is_ready = self._receive(seconds) == READY
+            return self._is_ready
 
     def start_rank(self, private_dir: Path, env: Mapping[str, str]) -> ForkedRank | None:
         """Split off a rank that runs the cell in `private_dir`; return None where the server cannot.
@@ -248,9 +249,9 @@ class ForkServerClient:
         Raises:
             OSError: if the machine allows no further process.
         """
+        if not self.wait_until_ready(SERVER_START_S):
+            return None
         with self._lock:
-            if not self._wait_until_ready(SERVER_START_S):
-                return None
             return self._request(private_dir, env)
 
     def _request(self, private_dir: Path, env: Mapping[str, str]) -> ForkedRank | None:

@@ -347,3 +347,18 @@ def test_seeding_skips_libraries_that_are_not_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.delitem(sys.modules, "numpy")
     assert checks.canonical(lambda: random.randrange(10**6)).isdigit()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([0.0, -math.inf, 1.0], [-math.inf, 0.0, 1.0]),
+        ([0.0, -math.inf, 1.0], [0.0, -math.inf, 5.0]),
+        ([0.0, -math.inf], [0.0, math.inf]),
+        ([math.nan, 1.0], [1.0, math.nan]),
+        ([1 + 2j, 3], [1 - 2j, 3]),
+    ],
+)
+def test_arrays_with_other_infinities_or_imaginary_parts_differ(one: list[complex], other: list[complex]) -> None:
+    assert checks.describe(np.array(one)) == checks.describe(np.array(one))
+    assert checks.describe(np.array(one)) != checks.describe(np.array(other))

@@ -171,11 +171,18 @@ def _describe_array(value: Any) -> str:
         digest = hashlib.sha256(numpy.ascontiguousarray(array).astype(numpy.int64).tobytes()).hexdigest()[:16]
         return f"array[{shape}]({digest})"
     flat = array.astype(numpy.complex128 if array.dtype.kind == "c" else numpy.float64).ravel()
+    if flat.dtype.kind == "c":
+        flat = numpy.concatenate([flat.real, flat.imag])
+    finite = numpy.isfinite(flat)
+    if not finite.all():
+        places = numpy.where(numpy.isnan(flat), 2, numpy.sign(flat)) * ~finite
+        shape += f",{hashlib.sha256(places.astype(numpy.int8).tobytes()).hexdigest()[:16]}"
+        flat = numpy.where(finite, flat, 0.0)
     norm = float(numpy.linalg.norm(flat))
     if not math.isfinite(norm) or norm == 0:
         return f"array[{shape}](norm={norm})"
     index = numpy.arange(1, flat.size + 1)
-    probes = [float(numpy.real(numpy.sin(index * step) @ flat)) / norm for step in (0.7548776662, 1.3247179572, 2.0)]
+    probes = [float(numpy.sin(index * step) @ flat) / norm for step in (0.7548776662, 1.3247179572, 2.0)]
     return f"array[{shape}](norm={describe_number(norm)},probes={','.join(f'{p + NUDGE:.3f}' for p in probes)})"
 
 

@@ -43,12 +43,13 @@ fi
 log=.venv/setup.log
 if ! .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]' 2>&1 |
     tee "$log" | awk '/^(Collecting|Installing|Successfully)/ { print substr($0, 1, 100); fflush() }'; then
+    sed -n '/conflict is caused by/,/^$/p' "$log" >&2
     tail -n 5 "$log" >&2
     if grep -qiE 'from versions: none|NewConnectionError|name resolution|Network is unreachable|Connection refused|timed out|ProxyError|NameResolutionError' "$log"; then
         stop "pip could not reach a package index (last lines above)." \
             "connect to the network and run the same command again; behind a mirror set PIP_INDEX_URL, offline set PIP_FIND_LINKS to a folder of wheels."
     fi
-    stop "pip could not install the packages (last lines above, all of it in $log)." \
+    stop "pip could not install the packages (its reason is above, all of it in $log)." \
         "if a version is not found for your Python, try Python 3.11: make lab PYTHON=python3.11; then run the same command again."
 fi
 

@@ -57,6 +57,19 @@ def test_installed_packages_are_the_pinned_ones():
     assert not wrong, f"(installed, pinned): {wrong}"
 
 
+def test_every_pinned_package_accepts_the_oldest_python_that_the_course_does():
+    from importlib.metadata import distributions
+
+    from packaging.specifiers import SpecifierSet
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    refused = {
+        d.name: r for d in distributions() if (r := d.metadata["Requires-Python"]) and oldest not in SpecifierSet(r)
+    }
+    assert not refused, f"Python {oldest} cannot install these: {refused}"
+
+
 @pytest.fixture
 def bare_clone(tmp_path):
     """A copy of the files that set-up reads, in a folder with a space and a non-ASCII letter, without .venv."""

@@ -12,14 +12,34 @@ stop() {
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python; do
+    if [ -n "${PYTHON:-}" ]; then
+        is_new_enough "$PYTHON" || stop "PYTHON=$PYTHON is not a Python 3.11 or newer." "name another, or leave PYTHON out."
+        printf '%s' "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.11 python3.12 python3.13 python; do
         if is_new_enough "$candidate"; then
             printf '%s' "$candidate"
             return
         fi
     done
-    stop "no Python 3.11 or newer was found (looked for ${PYTHON:+$PYTHON, }python3, python3.11, python3.12, python3.13, python)." \
+    stop "no Python 3.11 or newer was found (looked for python3, python3.11, python3.12, python3.13, python)." \
         "install one (Debian, Ubuntu: apt install python3 python3-venv; macOS: brew install python@3.12), or name yours: make lab PYTHON=/path/to/python3"
+}
+
+# Passes on the lines of pip that show how far it is. In the shell, because awk and grep may hold lines back in a pipe.
+show_progress() {
+    while IFS= read -r line; do
+        case $line in
+            Collecting* | *Downloading\ * | Installing* | Successfully*) printf '%.100s\n' "$line" ;;
+        esac
+    done
+}
+
+show_that_it_lives() {
+    while sleep 15 >/dev/null 2>&1; do
+        printf '  still at it: %d s so far\n' "$SECONDS"
+    done
 }
 
 fingerprint() { cat pyproject.toml constraints.txt scripts/setup.sh && pwd; }
@@ -41,8 +61,11 @@ if ! .venv/bin/python -c 'import pip' >/dev/null 2>&1 || ! is_new_enough .venv/b
 fi
 
 log=.venv/setup.log
+show_that_it_lives &
+heartbeat=$!
+trap 'kill "$heartbeat" 2>/dev/null || true' EXIT
 if ! .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]' 2>&1 |
-    tee "$log" | awk '/^(Collecting|Installing|Successfully)/ { print substr($0, 1, 100); fflush() }'; then
+    tee "$log" | show_progress; then
     sed -n '/conflict is caused by/,/^$/p' "$log" >&2
     tail -n 5 "$log" >&2
     if grep -qiE 'from versions: none|NewConnectionError|name resolution|Network is unreachable|Connection refused|timed out|ProxyError|NameResolutionError' "$log"; then
@@ -58,7 +81,8 @@ mkdir -p .venv/share/jupyter/lab/settings
 cat >.venv/share/jupyter/lab/settings/overrides.json <<'JSON'
 {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}
 JSON
-.venv/bin/python -m jupyter labextension list 2>&1 | grep -q '@jupyter/nbgrader.*enabled' ||
+extensions=$(.venv/bin/python -m jupyter labextension list 2>&1)
+grep -q '@jupyter/nbgrader.*enabled' <<<"$extensions" ||
     stop "JupyterLab does not see nbgrader's extension." "remove .venv and run the same command again; see $log."
 fingerprint | cksum >.venv/installed
 printf 'Set-up done.\n'

@@ -340,6 +340,39 @@ WRONG_ANSWERS: dict[str, Wrong] = {
         none=("b_test",),
         named={"b_cases": f"not 4P + 16P/N.\n{LOOKS}you left the gradients whole in ZeRO-2; they"},
     ),
+    "the master weights stay whole": Wrong(
+        answers={
+            B: """
+            def state_bytes_per_rank(P, N, stage):
+                if stage > 3:
+                    raise ValueError
+                return [16 * P, (8 + 8 / N) * P, (6 + 10 / N) * P, 16 * P / N][stage]
+            """
+        },
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}you split the two moments and left the fp32 master weights whole"},
+        alone=True,
+    ),
+    "divided with //": Wrong(
+        answers={
+            B: """
+            def state_bytes_per_rank(P, N, stage):
+                if stage > 3:
+                    raise ValueError
+                return [16, 4 + 12 // N, 2 + 14 // N, 16 // N][stage] * P
+            """
+        },
+        less=("b_cases",),
+        none=("b_test",),
+        named={"b_cases": f"{LOOKS}you divided with //"},
+        alone=True,
+    ),
+    "a triple for a rank": Wrong(
+        answers={B: "def state_bytes_per_rank(P, N, stage):\n    return (2 * P, 2 * P, 12 * P)"},
+        none=("b_test", "b_cases"),
+        named={"b_cases": "return one number, not ("},
+    ),
     "one Adam moment on a rank": Wrong(
         answers=changed(B, ("12 / split", "8 / split")),
         none=("b_test", "b_cases"),
@@ -526,7 +559,7 @@ WRONG_ANSWERS: dict[str, Wrong] = {
     "always gives up": Wrong(
         answers={C: plan_always("None")},
         none=ALL_C,
-        named={"c_limits": "but there is one"},
+        named={"c_limits": "but there is a plan"},
     ),
     "freezes the vision tower": Wrong(
         answers={C: plan_always("Plan(dp_shard=n, zero_stage=3, frozen=('vision',)) if n > 1 else Plan()")},

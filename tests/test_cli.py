@@ -19,7 +19,7 @@ import torch
 from vlmcourse import cli
 from vlmcourse.commands import train
 from vlmcourse.commands.train import JSON_KEYS, parse_overrides
-from vlmcourse.config import ConfigError
+from vlmcourse.config import ConfigError, load_config
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs" / "tiny.toml")
@@ -102,6 +102,15 @@ def test_wrong_arguments_are_explained(argv: list[str], words: str, capsys: pyte
         (["train", TINY, "--nproc", "0"], "0 ranks: must be from 1 to 64"),
         (["train", TINY, "--nproc", "2", "--set", "parallel.strategy=single"], "'single' with 2 ranks"),
         (["train", TINY, "--nproc", "9999"], "must be from 1 to 64"),
+        (["train", TINY, "--nproc", "2", "--resume", "nowhere"], "There is no checkpoint in 'nowhere'"),
+        (
+            ["train", TINY, "--nproc", "2", "--set", "data.dataset=llava", "--set", "data.path=nix.json"]
+            + ["--set", "data.image_dir=nix", "--set", "model.hf_folder=nix", "--set", "data.tokenizer=nix"],
+            "model.hf_folder = 'nix': there is no config.json in it; give a Hugging Face folder\n"
+            "  - data.tokenizer = 'nix': there is no such folder; give one, or 'builtin'\n"
+            "  - data.path = 'nix.json': there is no such conversation file\n"
+            "  - data.image_dir = 'nix': there is no such folder",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_any_rank_starts(
@@ -301,7 +310,27 @@ def test_a_failing_rank_shows_its_traceback(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_what_a_user_can_correct_is_told_without_a_traceback(tmp_path: Path) -> None:
-    done = vlmcourse(*arguments(tmp_path, model__hf_folder=str(tmp_path / "none")), "--nproc", "2")
+    (tmp_path / "chats.json").write_text("[{}]", encoding="utf-8")  # which only a rank reads
+    llava = {"data__dataset": "llava", "data__path": str(tmp_path / "chats.json"), "data__image_dir": str(tmp_path)}
+    done = vlmcourse(*arguments(tmp_path, **llava), "--nproc", "2")
     assert done.returncode == 1
-    assert f"vlmcourse train: There is no {tmp_path}/none/config.json" in done.stdout
+    assert f"vlmcourse train: {tmp_path}/chats.json has 1 bad row" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_a_run_that_has_made_all_its_steps_is_not_resumed_and_a_new_one_says_where_it_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start_ranks", lambda args, config: 0)
+    argv = [*arguments(tmp_path), "--nproc", "2"]
+    assert cli.main(argv) == 0 and capsys.readouterr().out == ""
+    checkpoint = tmp_path / "tiny" / "checkpoints"
+    checkpoint.mkdir(parents=True)
+    num_steps = load_config(TINY).train.num_steps
+    (checkpoint / "meta.json").write_text(json.dumps({"step": num_steps}), encoding="utf-8")
+    assert cli.main([*argv, "--set", f"train.num_steps={num_steps}", "--resume"]) == 2
+    assert f"but {num_steps} steps are done: nothing is left; raise it" in capsys.readouterr().err
+    assert cli.main([*argv, "--set", f"train.num_steps={num_steps + 1}", "--resume"]) == 0
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out == f"the earlier run in {tmp_path}/tiny is kept as {tmp_path}/tiny.1\n"

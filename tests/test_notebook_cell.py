@@ -127,5 +127,5 @@ def test_a_name_that_only_the_notebook_has_gets_a_hint() -> None:
     assert "`import threading as steps` inside the cell" in explain_missing_name(trace, {"steps": threading})
     trace = trace.replace("steps", "threading")
     assert "`import threading` inside the cell" in explain_missing_name(trace, {"threading": threading})
-    assert explain_missing_name(trace, {}) == ""
+    assert "define threading inside the cell" in explain_missing_name(trace, {})
     assert explain_missing_name("ValueError: name 'steps' is not defined", {"steps": 3}) == ""

@@ -1,4 +1,5 @@
 import io
+import time
 
 import pytest
 
@@ -64,7 +65,9 @@ def test_a_long_line_in_many_pieces_takes_linear_time() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_sees_progress_in_place_and_a_file_sees_lines_only(is_terminal: bool) -> None:
+def test_a_terminal_sees_progress_in_place_and_a_file_now_and_then(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stream(io.StringIO):
         def isatty(self) -> bool:
             return is_terminal
@@ -75,3 +78,8 @@ def test_a_terminal_sees_progress_in_place_and_a_file_sees_lines_only(is_termina
     printer.line(1, "hello")
     wipe = "[0] 50%\r\x1b[K" if is_terminal else ""
     assert stream.getvalue() == f"{wipe}[1] hello\n"
+    later_s = time.monotonic() + 11
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    printer.progress(0, "75%")
+    printer.progress(0, "76%")
+    assert stream.getvalue() == f"{wipe}[1] hello\n[0] 75%" + ("" if is_terminal else "\n")

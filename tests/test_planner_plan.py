@@ -97,6 +97,7 @@ def test_13b_on_four_a100_40_is_possible_with_a_remedy(plan):
 def test_13b_on_four_a100_40_does_not_fit_without_one(plan):
     verdict = check_plan(plan, MODEL, A100X4)
     assert verdict.codes == ("memory",)
+    assert not verdict  # so that `if check_plan(...)` asks what it seems to
     assert verdict.memory.device_total > verdict.available_bytes == 40 * 10**9
 
 

@@ -94,7 +94,7 @@ def fake_programs(folder: Path, **scripts: str) -> str:
     for name, body in scripts.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
-    for tool in ("bash", "dirname", "cat", "cksum", "grep", "tail", "tee", "awk", "rm", "mkdir", "env"):
+    for tool in ("bash", "dirname", "cat", "cksum", "grep", "tail", "tee", "rm", "mkdir", "env"):
         (folder / tool).symlink_to(shutil.which(tool) or "")
     return str(folder)
 
@@ -104,6 +104,12 @@ def test_no_recent_python_is_named_with_a_remedy(bare_clone, tmp_path):
     result = set_up(bare_clone, PATH=path)
     assert result.returncode == 1
     assert "no Python 3.11 or newer" in result.stderr and "apt install python3" in result.stderr
+
+
+def test_a_named_python_that_is_not_there_is_not_replaced_by_another(bare_clone):
+    result = set_up(bare_clone, PYTHON="/nix/python3.12")
+    assert result.returncode == 1
+    assert "PYTHON=/nix/python3.12 is not a Python 3.11 or newer" in result.stderr
 
 
 def test_a_missing_venv_module_is_named_with_a_remedy(bare_clone, tmp_path):

@@ -24,9 +24,8 @@ from vlmcourse.data.samples import IGNORE_LABEL, Message, Sample
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.mesh import Ranks
 from vlmcourse.train.accumulate import micro_batch_loss_sum
-from vlmcourse.train.checkpoint import find_checkpoint, read_meta
 from vlmcourse.train.evaluate import questions_of
-from vlmcourse.train.folder import check_run_folder
+from vlmcourse.train.folder import check_run_folder, find_checkpoint, read_meta
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import build_optimizer, clip_global_norm, freeze_towers, learning_rate_scale
 from vlmcourse.train.precision import autocast

@@ -235,6 +235,25 @@ def check_world_size(strategy: str, world_size: int) -> None:
         )
 
 
+def check_files(config: TrainConfig) -> None:
+    """Refuse a run whose files are not there, before any rank starts to look for them.
+
+    Raises:
+        ConfigError: listing every key that names a missing file or folder.
+    """
+    data, hf_folder, found = config.data, config.model.hf_folder, []
+    if hf_folder and not (Path(hf_folder) / "config.json").is_file():
+        found.append(f"model.hf_folder = {hf_folder!r}: there is no config.json in it; give a Hugging Face folder")
+    if data.tokenizer != "builtin" and not Path(data.tokenizer).is_dir():
+        found.append(f"data.tokenizer = {data.tokenizer!r}: there is no such folder; give one, or 'builtin'")
+    if data.dataset == "llava" and not Path(data.path).is_file():
+        found.append(f"data.path = {data.path!r}: there is no such conversation file")
+    if data.dataset == "llava" and not Path(data.image_dir).is_dir():
+        found.append(f"data.image_dir = {data.image_dir!r}: there is no such folder")
+    if found:
+        raise ConfigError("The training configuration", found)
+
+
 def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> TrainConfig:
     """Read a TOML training configuration and check all of it.
 

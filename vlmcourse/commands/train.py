@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcourse.config import ConfigError, TrainConfig, check_world_size, load_config
+from vlmcourse.config import ConfigError, TrainConfig, check_files, check_world_size, load_config
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
-from vlmcourse.train.folder import check_run_folder, run_folder
+from vlmcourse.train.folder import aside, check_run_folder, check_steps_left, find_checkpoint, read_meta, run_folder
 
 JSON_KEYS = (
     "loss_first",
@@ -35,6 +35,9 @@ JSON_KEYS = (
     "seconds",
 )
 """What `--json` promises; further keys may follow them."""
+
+CHECKED = "VLMCOURSE_START_CHECKED"
+"""Set for ranks by the process that started them: it has refused what would stop them all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 "--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun"
             )
-        if os.environ["RANK"] == "0":  # which alone makes the folder, and says it once
-            check_run_folder(config, is_resumed=args.resume is not None)
+        if os.environ["RANK"] == "0" and CHECKED not in os.environ:  # by torchrun: one rank says it
+            _check_start(args, config)
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
     check_world_size(config.parallel.strategy, args.nproc or 1)
-    check_run_folder(config, is_resumed=args.resume is not None)
+    _check_start(args, config)
     try:
         return _train_here(args, config) if args.nproc is None else _start_ranks(args, config)
     except KeyboardInterrupt:
@@ -99,6 +102,18 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             overrides[key.strip()] = value.strip()
     return overrides
+
+
+def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
+    """Refuse what would stop every rank, and say what becomes of an earlier run; see each check for what it raises."""
+    check_files(config)
+    check_run_folder(config, is_resumed=args.resume is not None)
+    folder = run_folder(config)
+    if args.resume is not None:
+        meta = read_meta(find_checkpoint(Path(args.resume) if args.resume else folder))
+        check_steps_left(config, meta["step"])
+    elif kept_as := aside(folder):
+        print(f"the earlier run in {folder} is kept as {kept_as}", flush=True)
 
 
 def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
@@ -131,7 +146,9 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:
     print(f"starting {args.nproc} ranks; each imports torch first, which takes a few seconds", flush=True)
     printer = TerminalPrinter()
     try:
-        run_ranks(argv, args.nproc, timeout_s=math.inf, on_line=printer.line, on_progress=printer.progress)
+        run_ranks(
+            argv, args.nproc, timeout_s=math.inf, env={CHECKED: "1"}, on_line=printer.line, on_progress=printer.progress
+        )
     except RankFailure as error:
         print(f"vlmcourse train: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmcourse.grading.checks import Outcome, as_number, award, call, explain_signature, is_close
 from vlmcourse.grading.judgement import ask, explain
-from vlmcourse.grading.scenarios import make_scenarios
+from vlmcourse.grading.scenarios import Scenario, make_scenarios
 from vlmcourse.grading.state_bytes import ONE_MOMENT, ONE_MOMENT_IN_FP32, RIGHT_STATE, explain_state
 
 MAX_SHOWN = 3
@@ -102,6 +102,8 @@ def check_state_bytes(function: Any, points: float, seed: int, num_cases: int = 
     wrong = [pair for pair in outcomes if not is_close(pair[1].value, RIGHT_STATE(*pair[0]))]
     for (num_params, num_ranks, stage), outcome in wrong[:MAX_SHOWN]:
         got = outcome.error or f"{outcome.value!r:.60} is not right"
+        if not outcome.error and as_number(outcome.value) is None:
+            got = f"return one number, not {outcome.value!r:.60}"
         print(f"{num_params:.2e} parameters on {num_ranks} ranks in stage {stage}: {got}")
     numbers = [(case, as_number(outcome.value)) for case, outcome in outcomes]
     answers = [(case, number) for case, number in numbers if number is not None]
@@ -138,10 +140,15 @@ def check_strategy(function: Any, group: str, points: float, seed: int, num_case
     right = {judgement.scenario for judgement in judged if judgement.right}
     num_right = sum(right.issuperset(case) for case in cases)
     wrong = [judgement for judgement in judged if not judgement.right]
-    for judgement in wrong[:MAX_SHOWN]:
-        print(f"{judgement.scenario}: {judgement.why}")
-    if len(wrong) > MAX_SHOWN:
-        print(f"... and {len(wrong) - MAX_SHOWN} more")
+    by_reason: dict[str, list[Scenario]] = {}
+    for judgement in wrong:
+        by_reason.setdefault(judgement.why, []).append(judgement.scenario)
+    for why, scenarios in list(by_reason.items())[:MAX_SHOWN]:
+        alike = f" (and {len(scenarios) - 1} more like it)" if len(scenarios) > 1 else ""
+        print(f"{scenarios[0]}: {why}{alike}")
+    unseen = sum(len(scenarios) for scenarios in list(by_reason.values())[MAX_SHOWN:])
+    if unseen:
+        print(f"... and {unseen} more")
     sentence = explain(function, judged) if wrong else ""
     if sentence:
         print(f"It looks as if {sentence}.")

@@ -30,7 +30,7 @@ HINTS = {
     "num_nodes x devices_per_node",
     "sharding": "you set dp_shard without a zero_stage, or a zero_stage without dp_shard: one says over how many "
     "ranks, the other what is split",
-    "precision": "you computed in bf16 on a device that has none: V100 and T4 need fp16 (and loss scaling) or fp32",
+    "precision": "you computed in bf16 on a device that has none: older ones need precision='fp16_mixed' or 'fp32'",
     "vision_heads": "you split the vision tower like the language tower: 25 heads divide by neither 2 nor 4",
     "heads": "you chose a tp that does not divide the heads: every rank of a tp group needs equally many",
     "kv_heads": "you chose a tp that divides the query heads only: it has to divide the fewer key/value heads too",
@@ -125,7 +125,8 @@ def judge(function: Any, scenario: Scenario) -> Judgement:
 def _find_fault(plan: Plan | None, scenario: Scenario) -> str:
     """Say why an answer is wrong; "" if it is right."""
     if plan is None:
-        return "" if scenario.need == Need.IMPOSSIBLE else "you returned None (no plan is possible), but there is one"
+        remedy = ": take one from the remedy row of the task's table" if scenario.need == Need.REMEDY else ""
+        return "" if scenario.need == Need.IMPOSSIBLE else f"you returned None, but there is a plan{remedy}"
     if plan.frozen:
         return f"the plan freezes {', '.join(plan.frozen)}: the task is to train every tower"
     if plan.optimizer == "sgd_momentum":

@@ -70,6 +70,10 @@ FP32_SPLIT = (
     "you counted weights and gradients in fp32 (4 + 4 + 8); in mixed precision they are 2 + 2, and the optimizer's "
     "12 bytes hold the fp32 master copy and two moments"
 )
+MASTER_COPY_WHOLE = (
+    "you split the two moments and left the fp32 master weights whole; they are among the optimizer's 12 bytes, all of "
+    "which stage 1 splits"
+)
 UNIT = "your numbers are right in another unit: return bytes, not GB or GiB"
 SHIFTED = (
     "your stages are shifted by one: stage 0 splits nothing, stage 1 the optimizer state, stage 2 the gradients too, "
@@ -94,6 +98,23 @@ def split_state(
 
 RIGHT_STATE = split_state(2, 2, 12, first_split=(3, 2, 1))
 
+
+def floor_state(num_params: float, num_ranks: int, stage: int) -> float:
+    """Divide the bytes of a parameter by the ranks with `//`."""
+    owners = ((BYTES[owner], FIRST_SPLIT[owner]) for owner in BYTES)
+    split = whole = 0
+    for size, first in owners:
+        split, whole = (split + size, whole) if stage >= first else (split, whole + size)
+    return num_params * (whole + split // num_ranks)
+
+
+def moments_split_state(num_params: float, num_ranks: int, stage: int) -> float:
+    """Split the moments only, and leave the fp32 master weights whole until stage 3."""
+    if stage == 3:
+        return RIGHT_STATE(num_params, num_ranks, stage)
+    return RIGHT_STATE(num_params, num_ranks, stage) + (4 * num_params * (1 - 1 / num_ranks) if stage else 0)
+
+
 WRONG_BYTES: tuple[tuple[StateFormula, str], ...] = (
     (split_state(2, 2, 8, first_split=(3, 2, 1)), ONE_MOMENT),
     (split_state(2, 2, 16, first_split=(3, 3, 1)), SIXTEEN_OF_OPTIMIZER),
@@ -115,6 +136,8 @@ WRONG_STATES: tuple[tuple[StateFormula, str], ...] = (
         split_state(2, 4, 12, first_split=(3, 2, 1)),
         "you counted the gradients in fp32, 4 bytes; in this exercise they are in bf16, 2 bytes",
     ),
+    (moments_split_state, MASTER_COPY_WHOLE),
+    (floor_state, "you divided with //, which drops what is left over: use /"),
     (split_state(2, 2, 12, first_split=(4, 3, 2)), SHIFTED),
     (split_state(2, 2, 12, first_split=(2, 1, 0)), SHIFTED),
     (
@@ -152,19 +175,25 @@ def explain_state(answers: Iterable[Answer]) -> list[str]:
     for formula, sentence in WRONG_STATES:
         if _all_near(answers, formula):
             return [sentence]
-    by_stage = [_explain_stage(stage, [pair for pair in wrong if pair[0][2] == stage]) for stage in range(4)]
-    return list(dict.fromkeys(sentence for sentence in by_stage if sentence))
+    by_stage = [[pair for pair in wrong if pair[0][2] == stage] for stage in range(4)]
+    sentences = [_explain_split(stage, pairs) or _explain_bytes(pairs) for stage, pairs in enumerate(by_stage) if pairs]
+    if not all(sentences):  # one stage alone proves no wrong bytes where another speaks against them
+        sentences = [_explain_split(stage, pairs) for stage, pairs in enumerate(by_stage) if pairs]
+    return list(dict.fromkeys(sentence for sentence in sentences if sentence))
 
 
-def _explain_stage(stage: int, wrong: Sequence[Answer]) -> str:
-    """Return what gives every wrong answer of one stage: the wrong parts split, or wrong bytes; "" if neither does."""
-    if not wrong:
-        return ""
+def _explain_split(stage: int, wrong: Sequence[Answer]) -> str:
+    """Return which parts a learner split where that gives every wrong answer of one stage; "" if none does."""
     # Weights and gradients are of one size: of two explanations the one that splits in the order of the stages holds.
     for count in range(len(BYTES) + 1):
         for split in itertools.combinations(BYTES, count):
             if _all_near(wrong, _splitting(split)):
                 return explain_split(stage, split)
+    return ""
+
+
+def _explain_bytes(wrong: Sequence[Answer]) -> str:
+    """Return which wrong bytes a parameter give every wrong answer of one stage; "" if none does."""
     return next((sentence for formula, sentence in WRONG_BYTES if _all_near(wrong, formula)), "")
 
 

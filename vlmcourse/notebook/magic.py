@@ -228,11 +228,13 @@ def run_job(
 
 
 def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:
-    """Say how a rank gets a name that the notebook has; empty where that was not the problem."""
+    """Say how a rank gets a name that it has not; empty where that was not the problem."""
     found = re.search(r"^NameError: name '(\w+)' is not defined", rank_traceback, re.MULTILINE)
-    if found is None or found[1] not in namespace or hasattr(builtins, found[1]):
+    if found is None or hasattr(builtins, found[1]):
         return ""
     name = found[1]
+    if name not in namespace:
+        return f"  Ranks start empty but for rank, world_size and device: define {name} inside the cell."
     value = namespace[name]
     if isinstance(value, ModuleType):
         statement = f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"

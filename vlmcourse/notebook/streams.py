@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 PROGRESS_EVERY_S = 0.2
+LOGGED_EVERY_S = 10.0
+"""Between the states of a progress bar that a file or a pipe gets, each as a line of its own."""
 CURSOR_MOVES = re.compile(r"\x1b\[\d*[A-GJKST]")
 """Escape sequences that move the cursor or erase; they make no sense between the lines of other ranks."""
 
@@ -92,12 +94,15 @@ class Printer(Protocol):
 
 
 class TerminalPrinter:
-    """Prints tagged lines to a stream; in a terminal the progress of one rank at a time is updated in place."""
+    """Prints tagged lines to a stream; the progress of one rank at a time is updated in place, in a terminal.
+
+    Elsewhere its state is a line now and then.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
         self._shows_progress = False
-        self._last_s = 0.0
+        self._last_s = 0.0 if self._stream.isatty() else time.monotonic()
 
     def line(self, rank: int, text: str) -> None:
         """Print one finished line, after wiping a progress line."""
@@ -105,10 +110,15 @@ class TerminalPrinter:
         self._stream.flush()
 
     def progress(self, rank: int, text: str) -> None:
-        """Redraw the progress line, a few times a second; does nothing where the stream is not a terminal."""
-        if not self._stream.isatty() or (text and time.monotonic() - self._last_s < PROGRESS_EVERY_S):
+        """Redraw the progress line, a few times a second; where there is no terminal, print it every 10 s."""
+        every_s = PROGRESS_EVERY_S if self._stream.isatty() else LOGGED_EVERY_S
+        if text and time.monotonic() - self._last_s < every_s:
             return
         self._last_s = time.monotonic()
+        if not self._stream.isatty():
+            if text:
+                self.line(rank, text)
+            return
         self._stream.write(self._wipe() + (f"[{rank}] {text}" if text else ""))
         self._stream.flush()
         self._shows_progress = bool(text)

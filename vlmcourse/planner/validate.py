@@ -57,6 +57,10 @@ class Verdict:
         """Whether the plan can be run."""
         return not self.problems
 
+    def __bool__(self) -> bool:
+        """Stand for `ok`: `if check_plan(...)` asks whether the plan can be run."""
+        return self.ok
+
     @property
     def codes(self) -> tuple[str, ...]:
         """The codes of the problems."""

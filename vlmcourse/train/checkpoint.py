@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.train.folder import META_NAME, POINTER_NAME
 
 logger = logging.getLogger(__name__)
-META_NAME, POINTER_NAME = "meta.json", "latest"
 
 
 def save_checkpoint(
@@ -88,32 +88,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
     with _quiet_single(ranks):
         dcp.load(state, checkpoint_id=path, no_dist=ranks.world_size == 1)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `path` means: itself, or the latest in a run's or a `checkpoints` folder.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
-    for folder in (path, path / "checkpoints"):
-        if (folder / META_NAME).is_file():
-            return folder
-        pointer = folder / POINTER_NAME
-        if pointer.is_file():
-            named = folder / pointer.read_text(encoding="utf-8").strip()
-            for whole in (named, named.with_suffix(".old")):  # .old: a kill came while the same step was saved again
-                if (whole / META_NAME).is_file():
-                    return whole
-    raise FileNotFoundError(
-        f"There is no checkpoint in {str(path)!r}: give the folder of a run that saved one (train.checkpoint_every), "
-        "or start without resuming"
-    )
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """Return what was kept beside a checkpoint's tensors; `step` is always there."""
-    return json.loads((path / META_NAME).read_text(encoding="utf-8"))
 
 
 def _replace_folder(new: Path, final: Path) -> None:

@@ -1,17 +1,21 @@
-"""The folder that a run writes to: where it is, whether it can be written to, how an earlier run is kept.
+"""The folder that a run writes to: whether it can be, how an earlier run is kept, which checkpoint is the latest.
 
-Without torch, so that the command line can refuse a folder before any rank starts.
+Without torch, so that the command line can refuse what cannot go well before any rank starts.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from vlmcourse.config import TrainConfig
 
 logger = logging.getLogger(__name__)
+META_NAME, POINTER_NAME = "meta.json", "latest"
+"""Files of a checkpoint and of a `checkpoints` folder."""
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -46,15 +50,63 @@ def check_run_folder(config: TrainConfig, *, is_resumed: bool) -> None:
         ) from error
 
 
-def move_aside(folder: Path) -> None:
-    """Rename a folder that has something in it to the first free of `name.1`, `name.2` and so on."""
+def aside(folder: Path) -> Path | None:
+    """Return the name under which an earlier run will be kept: the first free of `name.1`, `name.2` and so on.
+
+    Returns:
+        None where the folder is empty or not there, so that there is nothing to keep.
+    """
     if not _has_content(folder):
-        return
+        return None
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    folder.rename(target)
-    logger.info("kept the earlier run %s as %s", folder, target)
+    return target
+
+
+def move_aside(folder: Path) -> None:
+    """Rename a folder that has something in it as `aside` says."""
+    if target := aside(folder):
+        folder.rename(target)
+        logger.info("kept the earlier run %s as %s", folder, target)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `path` means: itself, or the latest in a run's or a `checkpoints` folder.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    for folder in (path, path / "checkpoints"):
+        if (folder / META_NAME).is_file():
+            return folder
+        pointer = folder / POINTER_NAME
+        if pointer.is_file():
+            named = folder / pointer.read_text(encoding="utf-8").strip()
+            for whole in (named, named.with_suffix(".old")):  # .old: a kill came while the same step was saved again
+                if (whole / META_NAME).is_file():
+                    return whole
+    raise FileNotFoundError(
+        f"There is no checkpoint in {str(path)!r}: give the folder of a run that saved one (train.checkpoint_every), "
+        "or start without resuming"
+    )
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Return what was kept beside a checkpoint's tensors; `step` is always there."""
+    return json.loads((path / META_NAME).read_text(encoding="utf-8"))
+
+
+def check_steps_left(config: TrainConfig, steps_done: int) -> None:
+    """Refuse to go on with a run that has made all its steps.
+
+    Raises:
+        ValueError: saying how many were done and what to raise.
+    """
+    if steps_done >= config.train.num_steps:
+        raise ValueError(
+            f"train.num_steps = {config.train.num_steps}, but {steps_done} steps are done: nothing is left; raise it"
+        )
 
 
 def _has_content(folder: Path) -> bool:

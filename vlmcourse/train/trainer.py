@@ -30,9 +30,9 @@ from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
 from vlmcourse.parallel.mesh import Ranks, init_ranks
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
-from vlmcourse.train.checkpoint import find_checkpoint, load_checkpoint, read_meta, save_checkpoint
+from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
-from vlmcourse.train.folder import run_folder
+from vlmcourse.train.folder import check_steps_left, find_checkpoint, read_meta, run_folder
 from vlmcourse.train.optimizer import (
     build_optimizer,
     clip_global_norm,
@@ -160,10 +160,7 @@ class Trainer:
             ValueError: if no step is left to make, or on rank 0 if the run's folder cannot be written to.
         """
         config = self.config.train
-        if self.step >= config.num_steps:
-            raise ValueError(
-                f"train.num_steps = {config.num_steps}, but {self.step} steps are done: nothing is left; raise it"
-            )
+        check_steps_left(self.config, self.step)
         started_s, train_seconds = time.perf_counter(), 0.0
         throughput, losses, exact = Throughput(), [], ExactMatch(0, 0)
         report = RunReport(

@@ -60,19 +60,19 @@ def test_a_variable_that_the_notebook_lacks_is_named_with_the_nearest_one() -> N
 def test_line_numbers_are_those_of_the_notebook_cell(num_empty: int) -> None:
     body = "\n" * num_empty + "x = 1\n%time x\ny = = 2\n"
     with pytest.raises(CellSyntaxError) as caught:
-        prepare_cell("-n 2", body, transform)
+        prepare_cell("%%torchrun -n 2", body, transform)
     assert f'File "cell", line {4 + num_empty}\n' in str(caught.value)
     assert str(caught.value).endswith("SyntaxError: invalid syntax")
-    prepared = prepare_cell("-n 2", body.replace("= =", "="), transform)
+    prepared = prepare_cell("%%torchrun -n 2", body.replace("= =", "="), transform)
     assert prepared.source.split("\n")[1 + num_empty] == "x = 1"
     assert prepared.shown_lines[3 + num_empty] == "y = 2"
 
 
 def test_what_a_notebook_allows_in_a_cell_is_allowed() -> None:
-    prepared = prepare_cell("", "await thing()\n!ls\nx = %who_ls\nx; # nothing is shown", transform)
+    prepared = prepare_cell("%%torchrun", "await thing()\n!ls\nx = %who_ls\nx; # nothing is shown", transform)
     assert not prepared.shows_last_value
-    assert prepare_cell("", "x  # a comment;", transform).shows_last_value
-    assert prepare_cell("", "", transform).source.strip() == ""
+    assert prepare_cell("%%torchrun", "x  # a comment;", transform).shows_last_value
+    assert prepare_cell("%%torchrun", "", transform).source.strip() == ""
 
 
 def test_what_variables_share_stays_shared_and_results_arrive_detached() -> None:

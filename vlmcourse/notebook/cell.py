@@ -41,11 +41,11 @@ class PreparedCell:
     """Whether the value of a last expression is shown: not after a semicolon."""
 
 
-def prepare_cell(line: str, body: str, transform: Callable[[str], str]) -> PreparedCell:
+def prepare_cell(first_line: str, body: str, transform: Callable[[str], str]) -> PreparedCell:
     """Translate and check the code of a cell.
 
     Args:
-        line: what follows `%%torchrun` on the first line.
+        first_line: the magic and its flags, such as `%%torchrun -n 2`.
         body: the lines below it.
         transform: IPython's translation of magics to Python.
     Raises:
@@ -59,5 +59,5 @@ def prepare_cell(line: str, body: str, transform: Callable[[str], str]) -> Prepa
         compile(padded, FILE_NAME, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
         raise CellSyntaxError(error) from error
-    shown_lines = [f"%%torchrun {line}".rstrip(), *lines]
+    shown_lines = [first_line.rstrip(), *lines]
     return PreparedCell(padded, shown_lines, not DisplayHook.semicolon_at_end_of_expression(source))

@@ -24,7 +24,9 @@ FOLDER_PREFIX = "vlmcourse-cell-"
 FILE_NAME = "cell"
 """What tracebacks call the code of the cell."""
 MARK = "\x1b_{token}:{number}\x1b\\"
-"""Announces display number `number`; an escape sequence that terminals do not show."""
+"""Announces display number `number`, or ends a line where that is empty; an escape sequence that terminals do not show."""
+CELL_END = "\x1b_{token}/{content}\x1b\\"
+"""Tells that a rank of a session has finished a cell: `content` is `FAILED NUMBER_OF_ITS_LAST_COLLECTIVE`."""
 
 BOOT = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['sys_path']; "
@@ -47,6 +49,10 @@ class Job:
     sys_path: list[str]
     token: str
     """A random word that marks what is not printed text in rank 0's output."""
+    main_rank: int = 0
+    """The rank whose pictures are shown and whose variables `--out` takes."""
+    stays: bool = False
+    """Whether the rank waits for further cells afterwards, as those of a session do."""
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -112,10 +118,20 @@ class JobFolder:
         return message
 
 
+def make_job_folder() -> Path:
+    """Make a private folder that `remove_orphans` knows."""
+    return Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+
+
+def control_path(folder: Path, rank: int) -> Path:
+    """Return the named pipe through which a rank of a session is told which cell to run next."""
+    return folder / f"control-{rank}"
+
+
 @contextlib.contextmanager
 def open_job_folder() -> Iterator[JobFolder]:
     """Make a private folder for one cell, and remove it afterwards."""
-    path = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+    path = make_job_folder()
     try:
         yield JobFolder(path)
     finally:

@@ -6,24 +6,28 @@ This module imports no torch: `%load_ext vlmcourse` takes a blink, and the kerne
 from __future__ import annotations
 
 import builtins
+import contextlib
 import re
 import secrets
+import shutil
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
 from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
-from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options, read_ranks
+from vlmcourse.notebook.session import SessionEnded
+from vlmcourse.notebook.session_commands import SessionCommands
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.streams import NotebookPrinter, Printer, TerminalPrinter
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
@@ -44,9 +48,10 @@ class TorchrunMagics(Magics):
         """Begin to prepare for the first cell."""
         super().__init__(shell)
         self.ranks = RankStarter()
+        self.sessions = SessionCommands(self.ranks)
 
-    @cell_magic
-    def torchrun(self, line: str, cell: str) -> None:
+    @line_cell_magic
+    def torchrun(self, line: str, cell: str | None = None) -> None:
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
         %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS]
@@ -86,12 +91,17 @@ class TorchrunMagics(Magics):
         """
         shell = self.shell
         assert shell is not None
+        if cell is None:
+            self.sessions.run_command(line)
+            return
         options = parse_options(line)
-        prepared = prepare_cell(line, cell, shell.transform_cell)
+        if self.sessions.current is not None:
+            self.run_in_session(f"%%torchrun {line}", cell, self.sessions.adapt(options))
+            return
+        prepared = prepare_cell(f"%%torchrun {line}", cell, shell.transform_cell)
         inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
-        printer: Printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
-            show = OutputReader(folder, printer, shell.display_pub)
+            show = OutputReader(folder, make_printer(shell), shell.display_pub)
             self.ranks.prepare()
             if hasattr(shell, "kernel") and not self.ranks.is_ready:
                 show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
@@ -100,18 +110,70 @@ class TorchrunMagics(Magics):
             run_job(folder, options, show, shell.user_ns, self.ranks)
             shell.push(read_outputs(folder, options.out_names))
 
+    @cell_magic
+    def rank(self, line: str, cell: str) -> None:
+        """Run this cell on some ranks of the session.
+
+        %%rank RANKS [--in NAME,...] [--out NAME,...] [--timeout SECONDS]
+
+        RANKS are numbers and ranges, such as `0` or `0,2-3`. The other ranks do nothing meanwhile, so a collective of
+        all ranks waits in vain. Variables of `--out` come from the first of these ranks. For the flags see %%torchrun?.
+
+        Example:
+          %%rank 0
+          print(model)
+        """
+        choice, _, flags = line.strip().partition(" ")
+        session = self.sessions.get("%%rank")
+        ranks = read_ranks(choice, session.nproc)
+        self.run_in_session(f"%%rank {line}", cell, self.sessions.adapt(parse_options(flags)), ranks)
+
+    def run_in_session(
+        self, first_line: str, cell: str, options: CellOptions, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Run a cell on all, or some, ranks of the session that is there."""
+        shell = self.shell
+        assert shell is not None
+        session = self.sessions.get(first_line)
+        ranks = ranks if ranks is not None else range(session.nproc)
+        prepared = prepare_cell(first_line, cell, shell.transform_cell)
+        inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
+        folder = session.make_cell_folder()
+        try:
+            show = OutputReader(folder, make_printer(shell), shell.display_pub, main_rank=min(ranks))
+            folder.write_inputs(inputs)
+            job = build_job(options, prepared, show.token, main_rank=min(ranks))
+            with add_hint(shell.user_ns):
+                session.run(folder, job, ranks, on_line=show.line, on_progress=show.progress)
+            shell.push(read_outputs(folder, options.out_names))
+        except SessionEnded:
+            self.sessions.current = None
+            raise
+        except KeyboardInterrupt:
+            raise RanksInterrupted(self.sessions.describe_interrupt()) from None
+        finally:
+            shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def make_printer(shell: InteractiveShell) -> Printer:
+    """Return what shows the ranks' output to a person: in a notebook, or in IPython in a terminal."""
+    return NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
+
 
 class OutputReader:
     """Shows what ranks print, and what rank 0 displays, in the order in which it was printed."""
 
-    def __init__(self, folder: JobFolder, printer: Printer, display_pub: DisplayPublisher) -> None:
+    def __init__(
+        self, folder: JobFolder, printer: Printer, display_pub: DisplayPublisher, *, main_rank: int = 0
+    ) -> None:
+        self._main_rank = main_rank
         self.token = secrets.token_hex(8)
         self._folder = folder
         self._printer = printer
         self._display_pub = display_pub
         start, _, end = MARK.format(token=self.token, number="|").partition("|")
         self._has_notice = False
-        self._mark = re.compile(re.escape(start) + r"(\d+)" + re.escape(end))
+        self._mark = re.compile(re.escape(start) + r"(\d*)" + re.escape(end))
 
     def notice(self, text: str) -> None:
         """Show a line that the first output of a rank replaces."""
@@ -132,7 +194,8 @@ class OutputReader:
         if before or not marked:
             self._printer.line(rank, before)
         for number, after in zip(marked[::2], marked[1::2], strict=True):
-            self._show(self._folder.take_display(int(number)))
+            if number:
+                self._show(self._folder.take_display(int(number)))
             if after:
                 self._printer.line(rank, after)
 
@@ -147,7 +210,7 @@ class OutputReader:
             self._display_pub.clear_output(**message)
         elif set(message["data"]) <= {"text/plain"} and not message["transient"]:
             for line in message["data"].get("text/plain", "").splitlines():
-                self._printer.line(0, line)
+                self._printer.line(self._main_rank, line)
         else:
             self._display_pub.publish(**message)
 
@@ -175,7 +238,7 @@ def select_variables(
     return {name: namespace[name] for name in names}
 
 
-def build_job(options: CellOptions, prepared: PreparedCell, token: str) -> Job:
+def build_job(options: CellOptions, prepared: PreparedCell, token: str, *, main_rank: int = 0) -> Job:
     """Gather what the ranks need to know about a cell."""
     return Job(
         source=prepared.source,
@@ -185,6 +248,7 @@ def build_job(options: CellOptions, prepared: PreparedCell, token: str) -> Job:
         timeout_s=options.timeout_s,
         sys_path=readable_path(),
         token=token,
+        main_rank=main_rank,
     )
 
 
@@ -218,13 +282,21 @@ def run_job(
             ends=error.ends,
         ) from None
     except RankFailure as error:
-        failure = build_failure(error.ends, folder.read_reports(), folder.read_done())
-        hint = explain_missing_name(failure.rank_traceback, namespace)
-        if hint:
-            failure.args = (f"{failure}\n{hint}",)
-        raise failure from None
+        with add_hint(namespace):
+            raise build_failure(error.ends, folder.read_reports(), folder.read_done()) from None
     finally:
         show.end_notice(wait=False)
+
+
+@contextlib.contextmanager
+def add_hint(namespace: Mapping[str, Any]) -> Iterator[None]:
+    """Add to a failure how a rank gets the name that it has not."""
+    try:
+        yield
+    except RankFailure as failure:
+        if hint := explain_missing_name(failure.rank_traceback, namespace):
+            failure.args = (f"{failure}\n{hint}",)
+        raise
 
 
 def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import keyword
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from vlmcourse.config import did_you_mean
@@ -35,6 +35,8 @@ class CellOptions:
     in_names: tuple[str, ...] = ()
     out_names: tuple[str, ...] = ()
     timeout_s: float = DEFAULT_TIMEOUT_S
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
+    """Those of nproc and timeout that the line names; a session has its own where it does not."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,10 +55,10 @@ def parse_options(line: str) -> CellOptions:
         CellOptionsError: if a flag is unknown or a value cannot be used.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, prog="%%torchrun")
-    parser.add_argument("-n", "--nproc", type=_read_count, default=DEFAULT_RANKS)
+    parser.add_argument("-n", "--nproc", type=_read_count)
     parser.add_argument("--in", dest="in_names", nargs="+", action="extend", default=[])
     parser.add_argument("--out", dest="out_names", nargs="+", action="extend", default=[])
-    parser.add_argument("--timeout", type=_read_seconds, default=DEFAULT_TIMEOUT_S)
+    parser.add_argument("--timeout", type=_read_seconds)
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
@@ -73,7 +75,37 @@ def parse_options(line: str) -> CellOptions:
         raise CellOptionsError(
             f"--in {taken[0]}: every rank has a {taken[0]!r} of its own; rename the notebook's variable"
         )
-    return CellOptions(nproc=known.nproc, in_names=in_names, out_names=out_names, timeout_s=known.timeout)
+    given = {name: value for name in ("nproc", "timeout") if (value := getattr(known, name)) is not None}
+    return CellOptions(
+        nproc=given.get("nproc", DEFAULT_RANKS),
+        in_names=in_names,
+        out_names=out_names,
+        timeout_s=given.get("timeout", DEFAULT_TIMEOUT_S),
+        explicit=frozenset(given),
+    )
+
+
+def read_ranks(text: str, nproc: int) -> tuple[int, ...]:
+    """Read a choice of ranks, such as `0,2-3`.
+
+    Args:
+        text: numbers and ranges, separated by commas.
+        nproc: how many ranks there are.
+
+    Returns:
+        The ranks in rising order, each once.
+    Raises:
+        CellOptionsError: if it is not such a choice, or names a rank that does not exist.
+    """
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise CellOptionsError(f"{text!r} names no ranks: write numbers such as 0,2 or 0-3")
+        chosen.update(range(int(first), int(last or first) + 1))
+    if not chosen or max(chosen) >= nproc:
+        raise CellOptionsError(f"{text!r}: there are ranks 0 to {nproc - 1}")
+    return tuple(sorted(chosen))
 
 
 def _read_count(text: str) -> int:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +28,13 @@ def join_group(timeout_s: float) -> Ranks:
     ranks = init_ranks(timeout_s)
     accept_second_init(ranks)
     return ranks
+
+
+def limit_collectives(timeout_s: float) -> None:
+    """Let every collective that begins from now on in the default group take at most so long."""
+    group = dist.group.WORLD
+    if group is not None:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def accept_second_init(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from vlmcourse.notebook.failure import RankEnd
 from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
@@ -43,7 +43,7 @@ class RankProcess:
         if self.end is None and (code := self.handle.poll()) is not None:
             # The guard leaves nothing behind, unless it was killed itself. Its group's number cannot have a new owner
             # this soon.
-            self._signal_group(signal.SIGKILL)
+            self.signal_group(signal.SIGKILL)
             was_stopped = bool(self.signals_sent) and (code >= 0 or -code in self.signals_sent)
             self.end = RankEnd(self.rank, code, time.monotonic(), was_stopped)
         return self.end is not None
@@ -52,14 +52,15 @@ class RankProcess:
         """Send a signal to the rank and to what it started in its session."""
         if not self.poll():
             self.signals_sent.add(number)
-            self._signal_group(number)
+            self.signal_group(number)
 
     def cut_lifeline(self) -> None:
         """Have the guard kill the rank and everything below it."""
         self.signals_sent.add(signal.SIGKILL)
         self.handle.close_lifeline()
 
-    def _signal_group(self, number: int) -> None:
+    def signal_group(self, number: int) -> None:
+        """Send a signal to everything in the rank's session, without counting it as a stop."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.handle.pid, number)
 
@@ -98,9 +99,20 @@ class RankGroup:
             self._ranks.append(process)
             self._pipes.register(handle.output_fd, selectors.EVENT_READ, process)
 
-    def wait(self, until_s: float) -> None:
-        """Pass output on until every rank has ended, one has failed, or the clock reads `until_s`."""
-        while self.unfinished and not any(end.exit_code for end in self.ends):
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the guards, which lead the ranks' sessions, in rank order."""
+        return [process.handle.pid for process in self._ranks]
+
+    def interrupt(self, ranks: Collection[int]) -> None:
+        """Interrupt what these ranks run; they may go on afterwards."""
+        for process in self._ranks:
+            if process.rank in ranks and not process.poll():
+                process.signal_group(signal.SIGINT)
+
+    def wait(self, until_s: float, is_done: Callable[[], bool] = lambda: False) -> None:
+        """Pass output on until every rank has ended, one has failed, `is_done`, or the clock reads `until_s`."""
+        while self.unfinished and not any(end.exit_code for end in self.ends) and not is_done():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return

@@ -42,8 +42,8 @@ class RankDisplayPublisher(DisplayPublisher):
     ) -> None:
         """Show a bundle of representations of one object, by MIME type."""
         if self.folder is None:
-            if "text/plain" in data:
-                print(data["text/plain"])
+            if "text/plain" in data:  # on a line of its own, whatever is open
+                print(MARK.format(token=self.token, number="") + data["text/plain"])
             return
         bundle = {
             mime: base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value
@@ -106,13 +106,13 @@ def connect_shell(shell: RankShell, folder: JobFolder | None, token: str) -> Non
     publisher.folder, publisher.token = folder, token
 
 
-def show_value(shell: InteractiveShell, value: object) -> None:
-    """Show the value of a cell's last expression as a notebook does."""
+def show_value(shell: InteractiveShell, value: object, *, text_only: bool) -> None:
+    """Show the value of a cell's last expression as a notebook does; with `text_only` no pictures and tables."""
     if value is None:
         return
     formatter: Any = shell.display_formatter
     data, metadata = formatter.format(value)
-    if data:
+    if data and not (text_only and set(data) != {"text/plain"}):
         shell.display_pub.publish(data, metadata)
 
 

@@ -33,7 +33,10 @@ ANSWER_S = 30.0
 """How long a fork may take; the server may be in the middle of an import."""
 
 
-RANK_ENVIRONMENT = {"MPLBACKEND": "module://vlmcourse.notebook.figures"}
+RANK_ENVIRONMENT = {
+    "MPLBACKEND": "module://vlmcourse.notebook.figures",
+    "TORCH_FR_BUFFER_SIZE": "512",  # PyTorch keeps this many of the last collectives
+}
 """What is different in a rank's environment, whichever way it is started."""
 SERVER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",

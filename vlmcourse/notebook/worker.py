@@ -55,36 +55,48 @@ def run_job(folder: JobFolder, rank: int) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     job = folder.read_job()
-    linecache.cache[FILE_NAME] = (0, None, [f"{line}\n" for line in job.shown_lines], FILE_NAME)
 
     # These import torch, which takes seconds: an interrupt meanwhile is reported like one in the cell.
-    from vlmcourse.notebook.process_group import join_group, leave_group
+    from vlmcourse.notebook.process_group import join_group, leave_group, limit_collectives
     from vlmcourse.notebook.rank_shell import connect_shell, get_shell
+    from vlmcourse.notebook.session_worker import serve_cells
     from vlmcourse.notebook.spawning import send_definitions_by_value
     from vlmcourse.notebook.variables import load_variables
 
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
     send_definitions_by_value()
     shell = get_shell()
-    connect_shell(shell, folder if rank == 0 else None, job.token)
     # What the cell defines is in `__main__`, where pickle and multiprocessing look for it.
     sys.modules["__main__"] = shell.user_module
     namespace = shell.user_ns
-    namespace.update(load_variables(folder.inputs.read_bytes()))
-    namespace.update(rank=ranks.rank, local_rank=ranks.local_rank, world_size=ranks.world_size, device=ranks.device)
-    try:
-        run_cell(job, shell, shows_value=rank == 0)
-    except Exception:
+
+    def run_one(folder: JobFolder, job: Job) -> None:
+        is_main = rank == job.main_rank
+        linecache.cache[FILE_NAME] = (0, None, [f"{line}\n" for line in job.shown_lines], FILE_NAME)
+        connect_shell(shell, folder if is_main else None, job.token)
+        namespace.update(load_variables(folder.inputs.read_bytes()))
+        namespace.update(rank=ranks.rank, local_rank=ranks.local_rank, world_size=ranks.world_size, device=ranks.device)
+        limit_collectives(job.timeout_s * GROUP_TIMEOUT_FRACTION)
+        try:
+            run_cell(job, shell, is_main=is_main)
+        except Exception:
+            show_figures()
+            raise
         show_figures()
-        raise
-    show_figures()
-    if rank == 0:
-        write_outputs(folder, job, namespace)
+        if is_main:
+            write_outputs(folder, job, namespace)
+
+    if job.stays:
+        serve_cells(folder, rank, job.token, run_one)
+    else:
+        run_one(folder, job)
     leave_group(ranks, folder)
 
 
-def run_cell(job: Job, shell: RankShell, shows_value: bool) -> None:
+def run_cell(job: Job, shell: RankShell, is_main: bool) -> None:
     """Run the code of the cell in the shell's variables, and show the value of its last expression.
+
+    Every rank shows a value that is text; of pictures and tables one is enough.
 
     `await` is allowed at the top level; `exit(0)` ends the cell, not the rank.
     """
@@ -106,8 +118,8 @@ def run_cell(job: Job, shell: RankShell, shows_value: bool) -> None:
             run(tree, "exec")
             if isinstance(last, ast.Expr):
                 value = run(ast.Expression(last.value), "eval")
-                if shows_value and job.shows_last_value:
-                    show_value(shell, value)
+                if job.shows_last_value:
+                    show_value(shell, value, text_only=not is_main)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -127,7 +139,8 @@ def write_outputs(folder: JobFolder, job: Job, namespace: Mapping[str, object]) 
 
     missing = [name for name in job.out_names if name not in namespace]
     if missing:
-        problem = f"--out {missing[0]}: the cell ended without a variable {missing[0]!r} on rank 0: assign it there"
+        where = f"on rank {job.main_rank}"
+        problem = f"--out {missing[0]}: the cell ended without a variable {missing[0]!r} {where}: assign it there"
         write_private(folder.output_problem, problem.encode())
         return
     try:

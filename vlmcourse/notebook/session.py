@@ -1,0 +1,301 @@
+"""Ranks that stay: a session keeps them, their variables and their process group alive from cell to cell.
+
+Lives in the kernel. Enters: cells. Leaves: what the ranks print, or an exception after which the session is either
+usable or has clearly ended. Each rank reads the names of cell folders from a pipe of its own in the session's private
+folder (see `session_worker.py`) and tells that it has finished one by a mark in what it prints, so that nothing printed
+before can come after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
+from vlmcourse.notebook.interrupts import ignore_interrupts
+from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
+from vlmcourse.notebook.launcher import build_environment, reserve_port
+from vlmcourse.notebook.rank_group import OnText, RankGroup
+from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter
+
+GRACE_S = 1.0
+"""How long the other ranks may take to end a cell by themselves after one failed, or after all were interrupted."""
+LEAVE_S = 3.0
+"""How long ranks may take to leave when the session is stopped."""
+
+
+class SessionError(RuntimeError):
+    """A session cannot do what was asked; the message says what to do instead."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class SessionEnded(RankFailure):
+    """The session is over: its ranks have been stopped and their variables are gone."""
+
+
+@dataclass(frozen=True)
+class CellEnd:
+    """How one rank finished a cell."""
+
+    rank: int
+    failed: bool
+    last_collective: int
+    """Number of the last collective that the rank began; -1 where that is not recorded."""
+
+
+class RankSession:
+    """The ranks of one session, seen from the kernel."""
+
+    def __init__(self, nproc: int, timeout_s: float, starter: RankStarter, job: Job) -> None:
+        """Start the ranks; they are ready for cells when this returns.
+
+        Args:
+            nproc: how many ranks.
+            timeout_s: seconds that a cell may take unless it says otherwise.
+            starter: starts a rank.
+            job: an empty cell: what ranks need to know besides.
+
+        Raises:
+            RankFailure: if a rank could not start or the ranks did not meet; none is left running.
+        """
+        self.nproc = nproc
+        self.timeout_s = timeout_s
+        self.started_at = time.time()
+        self.num_cells = 0
+        self._folder = JobFolder(make_job_folder())
+        self._controls: list[int] = []
+        self._reader: OnText | None = None
+        self._progress_reader: OnText | None = None
+        self._cell_ends: dict[int, CellEnd] = {}
+        self._end_mark = re.compile("$^")
+        self._group = RankGroup(self._on_line, self._on_progress)
+        try:
+            self._start(starter, job)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, starter: RankStarter, job: Job) -> None:
+        for rank in range(self.nproc):
+            path = control_path(self._folder.path, rank)
+            os.mkfifo(path, 0o600)
+            self._controls.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        job = replace(job, stays=True, timeout_s=self.timeout_s, token=secrets.token_hex(8))
+        self._expect(job.token)
+        self._folder.write_inputs(b"")
+        self._folder.write_job(job)
+        start = partial(starter.start, self._folder.path)
+        with reserve_port() as port:
+            for rank in range(self.nproc):
+                environment = build_environment(rank, self.nproc, port, RANK_ENVIRONMENT)
+                self._group.start(rank, start, environment)
+            self._wait(range(self.nproc), time.monotonic() + self.timeout_s)
+        if self._group.ends:
+            raise build_failure(self._stop_all(), self._folder.read_reports())
+        if len(self._cell_ends) < self.nproc:
+            raise RankTimeout(f"{self.nproc} ranks did not meet within {self.timeout_s:g} s", ends=self._stop_all())
+
+    # --- Cells ------------------------------------------------------------------------------------------------------
+
+    def run(self, folder: JobFolder, job: Job, ranks: Sequence[int], *, on_line: OnText, on_progress: OnText) -> None:
+        """Run a cell on some of the ranks and wait until they have finished it.
+
+        Args:
+            folder: the cell's, made by `make_cell_folder`; inputs are in it.
+            job: the cell; `job.timeout_s` says how long it may take.
+            ranks: which ranks run it; the others do nothing meanwhile.
+            on_line: called with (rank, line).
+            on_progress: called with (rank, text) for a line that is being overwritten.
+
+        Raises:
+            RankFailure: if the cell failed on a rank; the session is still usable.
+            SessionEnded: if a rank is gone, or ranks still waited for each other; all have been stopped.
+            KeyboardInterrupt: if a person interrupted; `is_alive` says whether the session is still usable.
+        """
+        self.check_alive()
+        self.num_cells += 1
+        self._reader, self._progress_reader = on_line, on_progress
+        self._expect(job.token)
+        folder.write_job(job)
+        request = json.dumps({"folder": str(folder.path)}).encode() + b"\n"
+        for rank in ranks:
+            os.write(self._controls[rank], request)
+        until_s = time.monotonic() + job.timeout_s
+        try:
+            self._wait(ranks, until_s)
+            in_time = len(self._cell_ends) == len(ranks) or time.monotonic() < until_s
+            self._settle(ranks, interrupts=not in_time)
+        except KeyboardInterrupt:
+            with ignore_interrupts():
+                self._settle(ranks, interrupts=True)
+                if self._group.ends or self._why_unusable(ranks):
+                    self._end()
+            raise
+        finally:
+            self._reader = self._progress_reader = None
+        if self._group.ends or self._why_unusable(ranks):
+            raise self._end_with(folder, ranks, in_time)
+        if not in_time:
+            raise RankTimeout(f"the cell was stopped after {job.timeout_s:g} s, its --timeout; the session goes on")
+        if any(end.failed for end in self._cell_ends.values()):
+            raise build_failure(self._as_ends(ranks), folder.read_reports())
+
+    def check_alive(self) -> None:
+        """Refuse to go on with ranks that have died since the last cell.
+
+        Raises:
+            SessionEnded: saying which and how.
+        """
+        if dead := [end for end in self._group.ends]:
+            self._end()
+            raise SessionEnded(
+                "\n".join(f"rank {end.rank} {describe_exit(end.exit_code)} since the last cell" for end in dead)
+                + f"\n{ENDED}",
+                rank=dead[0].rank,
+                ends=dead,
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all ranks are there."""
+        return bool(self._controls) and len(self._group.unfinished) == self.nproc
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the ranks' guards, by rank."""
+        return self._group.pids
+
+    def make_cell_folder(self) -> JobFolder:
+        """Make the private folder of the next cell; `remove_cell_folder` removes it."""
+        path = self._folder.path / f"cell-{self.num_cells + 1}-{secrets.token_hex(4)}"
+        path.mkdir(mode=0o700)
+        return JobFolder(path)
+
+    def stop(self) -> None:
+        """Let the ranks leave their group, and end them; safe to call twice."""
+        with ignore_interrupts():
+            for control in self._controls:
+                with contextlib.suppress(OSError):
+                    os.write(control, b'{"stop": true}\n')
+            self._group.wait(time.monotonic() + LEAVE_S)
+            self._end()
+
+    # --- Waiting and settling ---------------------------------------------------------------------------------------
+
+    def _wait(self, ranks: Sequence[int], until_s: float) -> None:
+        """Wait until these ranks have finished the cell, one has failed in it or died, or the clock reads `until_s`."""
+
+        def is_done() -> bool:
+            ends = self._cell_ends
+            return len(ends) == len(ranks) or any(end.failed for end in ends.values()) or bool(self._group.ends)
+
+        self._group.wait(until_s, is_done)
+
+    def _settle(self, ranks: Sequence[int], *, interrupts: bool) -> None:
+        """Give the ranks that still run the cell a moment to end it, then interrupt them and give another."""
+
+        def is_done() -> bool:
+            return len(self._cell_ends) == len(ranks) or bool(self._group.ends)
+
+        for interrupts_now in (True,) if interrupts else (False, True):
+            if is_done():
+                return
+            if interrupts_now:
+                self._group.interrupt([rank for rank in ranks if rank not in self._cell_ends])
+            self._group.wait(time.monotonic() + GRACE_S, is_done)
+
+    def _why_unusable(self, ranks: Sequence[int]) -> str:
+        """Say why ranks that are all there cannot run another cell; "" if they can."""
+        running = [rank for rank in ranks if rank not in self._cell_ends]
+        if running:
+            return f"{name_ranks(running)} still waited for others"
+        ends = self._cell_ends.values()
+        if (
+            len(ranks) == self.nproc
+            and any(end.failed for end in ends)
+            and len({end.last_collective for end in ends}) > 1
+        ):
+            return "the ranks are out of step: some had begun more collectives than others when the cell failed"
+        return ""
+
+    def _end_with(self, folder: JobFolder, ranks: Sequence[int], in_time: bool) -> SessionEnded:
+        """End the session and return the exception that says why."""
+        reports = folder.read_reports()
+        dead = self._group.ends
+        left = [end.rank for end in dead if end.exit_code == 0]
+        told = [] if dead else [self._why_unusable(ranks)]
+        told += [f"rank {rank} of {self.nproc} left the session (exit code 0)" for rank in left]
+        if not in_time:
+            told.insert(0, "the cell passed its --timeout")
+        finished = [end.rank for end in self._cell_ends.values() if not end.failed]
+        ends = self._stop_all(reports)
+        failure = None
+        if len(dead) > len(left) or (reports and in_time):
+            failure = build_failure(ends, reports, finished)
+            told.insert(0, str(failure))
+        return SessionEnded(
+            "\n".join([*told, ENDED]),
+            rank=failure.rank if failure else None,
+            ends=ends,
+            rank_traceback=failure.rank_traceback if failure else "",
+        )
+
+    def _as_ends(self, ranks: Sequence[int]) -> list[RankEnd]:
+        """Describe how the ranks finished a cell as if each were a process that ended with it."""
+        now_s = time.monotonic()
+        ends = self._cell_ends
+        return [RankEnd(rank, int(rank not in ends or ends[rank].failed), now_s, rank not in ends) for rank in ranks]
+
+    def _stop_all(self, reported: Collection[int] = ()) -> list[RankEnd]:
+        """End the session and return how each rank ended; a rank that reported an exception ended by that."""
+        self._end()
+        return [
+            replace(end, was_stopped=False, exit_code=end.exit_code or 1) if end.rank in reported else end
+            for end in self._group.ends
+        ]
+
+    def _end(self) -> None:
+        """Stop what still runs, and remove everything of the session."""
+        with ignore_interrupts():
+            self._group.stop()
+            self._group.drain()
+            for control in self._controls:
+                os.close(control)
+            self._controls = []
+            shutil.rmtree(self._folder.path, ignore_errors=True)
+
+    # --- What ranks print -------------------------------------------------------------------------------------------
+
+    def _expect(self, token: str) -> None:
+        self._cell_ends = {}
+        start, _, end = CELL_END.format(token=token, content="|").partition("|")
+        self._end_mark = re.compile(re.escape(start) + r"(\d) (-?\d+)" + re.escape(end))
+
+    def _on_line(self, rank: int, text: str) -> None:
+        found = self._end_mark.search(text)
+        if found is not None:
+            self._cell_ends[rank] = CellEnd(rank, found[1] == "1", int(found[2]))
+            text = text[: found.start()] + text[found.end() :]
+            if not text:
+                return
+        if self._reader is not None:
+            self._reader(rank, text)
+        else:
+            sys.stdout.write(f"[{rank}] {text}\n")
+
+    def _on_progress(self, rank: int, text: str) -> None:
+        if self._progress_reader is not None and not self._end_mark.search(text):
+            self._progress_reader(rank, text)
+
+
+ENDED = "The session has ended and its variables are gone: begin another with %torchrun start."

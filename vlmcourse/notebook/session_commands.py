@@ -1,0 +1,156 @@
+"""`%torchrun start | status | stop | restart`: the one session of a kernel, as a person handles it."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+
+import psutil
+
+from vlmcourse.config import did_you_mean
+from vlmcourse.notebook.jobs import Job
+from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.session import ENDED, RankSession, SessionError
+from vlmcourse.notebook.starting import RankStarter, readable_path
+
+NOT_THERE = "there is no session: begin one with %torchrun start -n 2"
+
+
+class SessionCommands:
+    """Starts, shows and stops the session of a kernel."""
+
+    def __init__(self, starter: RankStarter) -> None:
+        """Take note of what starts ranks."""
+        self.current: RankSession | None = None
+        self._starter = starter
+        self.commands: dict[str, Callable[[str], None]] = {
+            "start": self.start,
+            "status": self.status,
+            "stop": self.stop,
+            "restart": self.restart,
+        }
+        """What may follow `%torchrun`."""
+        atexit.register(self._stop_quietly)
+
+    def run_command(self, line: str) -> None:
+        """Run what follows `%torchrun` on a line of its own.
+
+        Raises:
+            CellOptionsError: if there is no such command, or its flags cannot be used.
+        """
+        name, _, flags = line.strip().partition(" ")
+        if name not in self.commands:
+            raise CellOptionsError(
+                f"%torchrun {name}: {did_you_mean(name, self.commands)}; a cell begins with %%torchrun, two signs"
+            )
+        self.commands[name](flags)
+
+    def get(self, asked_by: str) -> RankSession:
+        """Return the session.
+
+        Raises:
+            SessionError: if there is none.
+            SessionEnded: if it has died since the last cell.
+        """
+        if self.current is None:
+            raise SessionError(f"{asked_by.split(' ')[0]}: {NOT_THERE}")
+        session = self.current
+        if not session.is_alive:
+            self.current = None
+        session.check_alive()
+        return session
+
+    def adapt(self, options: CellOptions) -> CellOptions:
+        """Fit a cell's flags to the session: it has its own number of ranks and time limit.
+
+        Raises:
+            CellOptionsError: if the cell asks for another number of ranks.
+        """
+        session = self.get("%%torchrun")
+        if "nproc" in options.explicit and options.nproc != session.nproc:
+            raise CellOptionsError(
+                f"-n {options.nproc}: the session has {session.nproc} ranks; leave -n out, or end the session with "
+                "%torchrun stop"
+            )
+        timeout_s = options.timeout_s if "timeout" in options.explicit else session.timeout_s
+        return replace(options, nproc=session.nproc, timeout_s=timeout_s)
+
+    def start(self, flags: str) -> None:
+        """Begin a session."""
+        if self.current is not None and self.current.is_alive:
+            raise SessionError(
+                f"a session of {self.current.nproc} ranks is there already: %torchrun restart begins anew, "
+                "%torchrun stop ends it"
+            )
+        options = parse_options(flags)
+        if options.in_names or options.out_names:
+            raise CellOptionsError("%torchrun start takes -n and --timeout; give --in and --out to the cells")
+        self._starter.prepare()
+        self._starter.wait_until_ready()
+        started_s = time.monotonic()
+        job = Job(
+            source="",
+            shown_lines=[],
+            shows_last_value=False,
+            out_names=[],
+            timeout_s=0,
+            sys_path=readable_path(),
+            token="",
+        )
+        self.current = RankSession(options.nproc, options.timeout_s, self._starter, job)
+        print(
+            f"{options.nproc} ranks are ready after {time.monotonic() - started_s:.1f} s: %%torchrun cells run in them "
+            "and keep their variables, until %torchrun stop"
+        )
+
+    def status(self, flags: str) -> None:
+        """Show the ranks of the session."""
+        _refuse_flags("status", flags)
+        if self.current is None:
+            print(f"T{NOT_THERE[1:]}")
+            return
+        session = self.get("%torchrun status")
+        began = datetime.fromtimestamp(session.started_at).strftime("%H:%M:%S")
+        print(f"{session.nproc} ranks since {began}, {session.num_cells} cells run, --timeout {session.timeout_s:g}")
+        for rank, guard in enumerate(session.pids()):
+            processes = psutil.Process(guard).children(recursive=True)
+            memory = sum(process.memory_info().rss for process in processes)
+            pid = processes[0].pid if processes else guard
+            print(f"  rank {rank}: process {pid}, {memory / 2**20:,.0f} MiB in use")
+
+    def stop(self, flags: str) -> None:
+        """End the session."""
+        _refuse_flags("stop", flags)
+        if self.current is None:
+            print(f"T{NOT_THERE[1:]}")
+            return
+        self._stop_quietly()
+        print("the session has ended")
+
+    def restart(self, flags: str) -> None:
+        """End the session and begin another of the same size, or of the flags given."""
+        before = self.current
+        self._stop_quietly()
+        same = f"-n {before.nproc} --timeout {before.timeout_s:g}" if before is not None else ""
+        self.start(" ".join([same, flags]) if flags or same else "")
+
+    def describe_interrupt(self) -> str:
+        """Say what an interrupt of a cell has left of the session."""
+        if self.current is not None and self.current.is_alive:
+            return "the cell was stopped; the session goes on with its variables"
+        self.current = None
+        return f"the cell was stopped, but its ranks still waited for each other. {ENDED}"
+
+    def _stop_quietly(self) -> None:
+        if self.current is not None:
+            self.current.stop()
+            self.current = None
+
+
+def _refuse_flags(name: str, flags: str) -> None:
+    if shlex.split(flags, comments=True):
+        raise CellOptionsError(f"%torchrun {name} takes nothing more, but {flags.strip()!r} follows")

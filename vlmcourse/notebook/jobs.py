@@ -24,7 +24,7 @@ FOLDER_PREFIX = "vlmcourse-cell-"
 FILE_NAME = "cell"
 """What tracebacks call the code of the cell."""
 MARK = "\x1b_{token}:{number}\x1b\\"
-"""Announces display number `number`, or ends a line where that is empty; an escape sequence that terminals do not show."""
+"""Announces display number `number`, or ends a line where that is empty; terminals do not show it."""
 CELL_END = "\x1b_{token}/{content}\x1b\\"
 """Tells that a rank of a session has finished a cell: `content` is `FAILED NUMBER_OF_ITS_LAST_COLLECTIVE`."""
 

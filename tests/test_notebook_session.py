@@ -87,6 +87,39 @@ def test_variables_travel_and_figures_show(session: Kernel) -> None:
     assert "without a variable 'nothing' on rank 0" in session.run("%%torchrun --out nothing\npass").error
 
 
+def test_magics_await_type_hints_main_guards_and_data_loader_workers_behave(session: Kernel) -> None:
+    session.run("""
+        from dataclasses import dataclass
+        @dataclass
+        class Point:
+            x: int
+        point = Point(3)
+    """)
+    shown = session.run("""%%torchrun --in point --out found
+        import asyncio, torch
+        from torch.utils.data import DataLoader, Dataset
+        class Squares(Dataset):
+            def __len__(self) -> int:
+                return 4
+            def __getitem__(self, index: int) -> int:
+                return index**2 * point.x
+        %time size: int = len(Squares())
+        async def wait() -> int:
+            await asyncio.sleep(0.01)
+            return size
+        found = [await wait()]
+        if __name__ == "__main__":
+            found += [int(value) for batch in DataLoader(Squares(), num_workers=2) for value in batch]
+        point.x += rank
+    """)
+    assert shown.error == ""
+    assert session.run("found").outputs[-1][1]["text/plain"] == "[4, 0, 3, 12, 27]"
+    later = session.run("%%torchrun\nprint(point.x, [int(b) for b in DataLoader(Squares(), num_workers=1)][1])")
+    assert (later.lines(0), later.lines(1)) == (["3 3"], ["4 4"])
+    session.run("import threading; lock = threading.Lock()")
+    assert "_thread.lock cannot travel" in session.run("%%torchrun --in lock\npass").error
+
+
 def test_an_exception_on_every_rank_leaves_the_session_as_it_was(session: Kernel) -> None:
     session.run("%%torchrun\nkept = rank + 1")
     failed = session.run("%%torchrun\nkept += 1\nraise ValueError('on purpose')")

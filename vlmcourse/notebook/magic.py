@@ -21,11 +21,12 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
 from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
+from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
-from vlmcourse.notebook.streams import NotebookPrinter, Printer, TerminalPrinter
+from vlmcourse.notebook.streams import NotebookPrinter, TerminalPrinter
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
 
 
@@ -49,13 +50,14 @@ class TorchrunMagics(Magics):
     def torchrun(self, line: str, cell: str) -> None:
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
-        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS]
+        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--ranks RANK,...] [--timeout SECONDS]
 
         Flags:
           -n, --nproc RANKS   how many ranks (2). More than there are cores works, slowly. With a GPU for each rank
                               they talk by NCCL, else by gloo on the CPU, which they share fairly.
           --in a,b            variables of the notebook that every rank receives a copy of
           --out loss          variables of rank 0 that the notebook receives when the cell has ended
+          --ranks 0,2-3       show only what these ranks print; an error of any rank is raised all the same
           --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
 
         Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
@@ -64,9 +66,11 @@ class TorchrunMagics(Magics):
           world_size          how many ranks there are
           device              where this rank's tensors belong: cpu, cuda:0, ...
 
-        What ranks print appears line by line with the rank in front. Figures, `display(...)` and the value of the last
-        expression are shown for rank 0. An exception on any rank stops the others and is raised here, as RankFailure
-        with the rank's own traceback. Interrupting the cell stops all ranks; nothing stays running.
+        What ranks print appears line by line with the rank in front; a line that several print at about the same time
+        appears once, as in `[0-3] text`. Of very many lines, the first and the last are shown, and a file has all.
+        Figures, `display(...)` and the value of the last expression are shown for rank 0. An exception on any rank
+        stops the others and is raised here, as RankFailure with the rank's own traceback. Interrupting the cell stops
+        all ranks; nothing stays running.
 
         Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
 
@@ -89,9 +93,9 @@ class TorchrunMagics(Magics):
         options = parse_options(line)
         prepared = prepare_cell(line, cell, shell.transform_cell)
         inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
-        printer: Printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
+        printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
-            show = OutputReader(folder, printer, shell.display_pub)
+            show = OutputReader(folder, FoldingPrinter(printer, options.shown_ranks), shell.display_pub)
             self.ranks.prepare()
             if hasattr(shell, "kernel") and not self.ranks.is_ready:
                 show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
@@ -104,13 +108,14 @@ class TorchrunMagics(Magics):
 class OutputReader:
     """Shows what ranks print, and what rank 0 displays, in the order in which it was printed."""
 
-    def __init__(self, folder: JobFolder, printer: Printer, display_pub: DisplayPublisher) -> None:
+    def __init__(self, folder: JobFolder, printer: FoldingPrinter, display_pub: DisplayPublisher) -> None:
         self.token = secrets.token_hex(8)
         self._folder = folder
         self._printer = printer
         self._display_pub = display_pub
         start, _, end = MARK.format(token=self.token, number="|").partition("|")
         self._has_notice = False
+        self._mark_start = start
         self._mark = re.compile(re.escape(start) + r"(\d+)" + re.escape(end))
 
     def notice(self, text: str) -> None:
@@ -126,8 +131,15 @@ class OutputReader:
             self._display_pub.clear_output(wait=wait)
 
     def line(self, rank: int, text: str) -> None:
-        """Show a finished line."""
+        """Show a finished line, or what it announces."""
+        if rank not in self._printer.ranks:
+            for number in self._mark.findall(text):
+                self._folder.take_display(int(number))
+            return
         self.end_notice()
+        if self._mark_start not in text:
+            self._printer.line(rank, text)
+            return
         before, *marked = self._mark.split(text)
         if before or not marked:
             self._printer.line(rank, before)
@@ -138,17 +150,28 @@ class OutputReader:
 
     def progress(self, rank: int, text: str) -> None:
         """Show the present state of a progress bar."""
-        if not self._mark.search(text):
+        if rank in self._printer.ranks and not self._mark.search(text):
             self.end_notice()
             self._printer.progress(rank, text)
 
+    def idle(self) -> None:
+        """Show what has been held back long enough."""
+        self._printer.idle()
+
+    def finish(self) -> None:
+        """Show everything that is held back; a notice that nothing has replaced goes."""
+        self._printer.finish()
+        self.end_notice(wait=False)
+
     def _show(self, message: dict[str, Any]) -> None:
         if message.pop("clear", False):
+            self._printer.make_room()
             self._display_pub.clear_output(**message)
         elif set(message["data"]) <= {"text/plain"} and not message["transient"]:
             for line in message["data"].get("text/plain", "").splitlines():
                 self._printer.line(0, line)
         else:
+            self._printer.make_room()
             self._display_pub.publish(**message)
 
 
@@ -207,6 +230,7 @@ def run_job(
             env=RANK_ENVIRONMENT,
             on_line=show.line,
             on_progress=show.progress,
+            on_idle=show.idle,
             private_dir=folder.path,
         )
     except KeyboardInterrupt:
@@ -224,7 +248,7 @@ def run_job(
             failure.args = (f"{failure}\n{hint}",)
         raise failure from None
     finally:
-        show.end_notice(wait=False)
+        show.finish()
 
 
 def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from vlmcourse.notebook.launcher import check_rank_count
 
 DEFAULT_RANKS = 2
 DEFAULT_TIMEOUT_S = 300.0
-FLAGS = ("-n", "--nproc", "--in", "--out", "--timeout")
+FLAGS = ("-n", "--nproc", "--in", "--out", "--ranks", "--timeout")
 PREDEFINED = ("rank", "local_rank", "world_size", "device")
 """Variables that every rank has before the cell's first line."""
 
@@ -35,6 +35,8 @@ class CellOptions:
     in_names: tuple[str, ...] = ()
     out_names: tuple[str, ...] = ()
     timeout_s: float = DEFAULT_TIMEOUT_S
+    shown_ranks: tuple[int, ...] = tuple(range(DEFAULT_RANKS))
+    """The ranks whose output is shown."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +58,7 @@ def parse_options(line: str) -> CellOptions:
     parser.add_argument("-n", "--nproc", type=_read_count, default=DEFAULT_RANKS)
     parser.add_argument("--in", dest="in_names", nargs="+", action="extend", default=[])
     parser.add_argument("--out", dest="out_names", nargs="+", action="extend", default=[])
+    parser.add_argument("--ranks", default="")
     parser.add_argument("--timeout", type=_read_seconds, default=DEFAULT_TIMEOUT_S)
     try:
         words = shlex.split(line, comments=True)
@@ -73,7 +76,35 @@ def parse_options(line: str) -> CellOptions:
         raise CellOptionsError(
             f"--in {taken[0]}: every rank has a {taken[0]!r} of its own; rename the notebook's variable"
         )
-    return CellOptions(nproc=known.nproc, in_names=in_names, out_names=out_names, timeout_s=known.timeout)
+    shown_ranks = read_ranks("--ranks", known.ranks, known.nproc) if known.ranks else tuple(range(known.nproc))
+    return CellOptions(
+        nproc=known.nproc, in_names=in_names, out_names=out_names, timeout_s=known.timeout, shown_ranks=shown_ranks
+    )
+
+
+def read_ranks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
+    """Return the ranks that a text such as `0,2-3` names, in order.
+
+    Args:
+        flag: what the person wrote before it, for the error message.
+        text: numbers and ranges, separated by commas.
+        nproc: how many ranks there are.
+    Raises:
+        CellOptionsError: if it is something else, or there is no such rank.
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        numbers = (first, last) if dash else (first, first)
+        if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > int(numbers[1]):
+            raise CellOptionsError(
+                f"{flag} {text}: {part.strip()!r} names no ranks: write numbers and ranges, such as 0,2-3"
+            )
+        if int(numbers[1]) >= nproc:
+            there_are = "the only rank is 0" if nproc == 1 else f"the ranks are 0 to {nproc - 1}"
+            raise CellOptionsError(f"{flag} {text}: there is no rank {numbers[1]}: with -n {nproc} {there_are}")
+        ranks.update(range(int(numbers[0]), int(numbers[1]) + 1))
+    return tuple(sorted(ranks))
 
 
 def _read_count(text: str) -> int:

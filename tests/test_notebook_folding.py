@@ -75,6 +75,15 @@ def test_an_equal_line_further_up_is_not_joined_where_that_would_change_a_ranks_
     assert folder.flush() == []
 
 
+def test_a_display_leaves_the_later_lines_of_others_to_wait_for_their_twins() -> None:
+    folder = LineFolder([0, 1])
+    for rank, text in ((1, "a"), (0, "a"), (1, "b")):
+        folder.feed(rank, text, 0.0)
+    assert folder.flush(0) == [((0, 1), "a")]
+    folder.feed(0, "b", 0.0)
+    assert folder.release(0.0) == [((0, 1), "b")]
+
+
 def test_equal_lines_of_one_rank_stay_as_many_as_they_were() -> None:
     folder = LineFolder([0, 1])
     for rank in (0, 0, 0, 1, 1):
@@ -124,12 +133,11 @@ def test_a_progress_bar_keeps_its_place_and_is_not_folded() -> None:
             ((), "room"),
             ((0,), "<50%>"),
             ((0,), "<99%>"),
-            ((1,), "between"),
             ((0,), "100%"),
         ]
         now_s[0] = HOLD_S
         printer.idle()
-        assert screen.seen[-1] == ((1,), "100%")
+        assert screen.seen[-2:] == [((1,), "between"), ((1,), "100%")]
         printer.progress(1, "5%")
         printer.progress(1, "")
         printer.line(1, "same")

@@ -50,20 +50,19 @@ class FloodLimit:
         """
         self._kept.write([f"{tag} {text}" for tag, text in lines])
         shown = self.idle(now_s)
-        for tag, text in lines:
-            line, cost = f"{tag} {text}", 1
-            if len(text) > CHARS_OF_A_LINE:
-                cost += min(len(text), MAX_LINE_CHARS) // CHARS_OF_A_LINE
-                if len(text) > MAX_LINE_CHARS:
-                    line = f"{tag} {text[:MAX_LINE_CHARS]} ... ({len(text):,} characters{self._where()})"
-            if not self._is_flood and self._may_show < cost:
+        for index, (tag, text) in enumerate(lines):
+            if not self._is_flood:
+                cost = 1 + min(len(text), MAX_LINE_CHARS) // CHARS_OF_A_LINE
+                if self._may_show >= cost:
+                    self._may_show -= cost
+                    shown.append(self._cut(tag, text))
+                    continue
                 self._is_flood, self._news_at_s = True, now_s + NEWS_EVERY_S
-            self._may_show = max(0.0, self._may_show - cost)
-            if self._is_flood:
-                self._last.append(line)
-                self._num_hidden += 1
-            else:
-                shown.append(line)
+            num_hidden = len(lines) - index
+            self._may_show = max(0.0, self._may_show - num_hidden)
+            self._num_hidden += num_hidden
+            self._last.extend(self._cut(tag, text) for tag, text in lines[index:][-NUM_LAST:])
+            break
         return shown
 
     def idle(self, now_s: float) -> list[str]:
@@ -93,6 +92,11 @@ class FloodLimit:
         if num_left_out:
             shown.insert(0, f"... {num_left_out:,} line{'s' * (num_left_out != 1)} not shown{self._where()}")
         return shown
+
+    def _cut(self, tag: str, text: str) -> str:
+        if len(text) <= MAX_LINE_CHARS:
+            return f"{tag} {text}"
+        return f"{tag} {text[:MAX_LINE_CHARS]} ... ({len(text):,} characters{self._where()})"
 
     def _where(self) -> str:
         return f"; {self._kept.describe()}"

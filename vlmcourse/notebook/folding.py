@@ -8,36 +8,35 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from operator import attrgetter
+from functools import lru_cache
 from typing import Self
 
-from vlmcourse.notebook.streams import Printer, TaggedLine
+from vlmcourse.notebook.streams import Printer, RankNumbers, TaggedLine
 
 HOLD_S = 0.08
 """How long a line waits for its twins; the time between two calls of `release` is added."""
 
 
-@dataclass(slots=True)
-class _Held:
-    number: int
-    text: str
-    ranks: list[int]
-    since_s: float
-
-
 class LineFolder:
-    """Holds the latest lines of all ranks, and joins those that are equal."""
+    """Holds the latest lines of all ranks, and joins those that are equal.
+
+    Held lines are numbered in the order in which they first came. Plain lists of numbers and texts, and not an object a
+    line: hundreds of thousands of lines a second have to pass.
+    """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         """Expect lines from `ranks`, and from no other."""
         self._last = dict.fromkeys(ranks, -1)
         """The number of the latest line that each rank has printed."""
-        self._held: deque[_Held] = deque()
-        self._by_text: dict[str, list[_Held]] = {}
-        self._count = 0
+        self._first = 0
+        """The number of the first line that is held; the lists below begin with it."""
+        self._texts: list[str] = []
+        self._printed_by: list[int] = []
+        """The ranks that have printed each line: bit n stands for rank n."""
+        self._since_s: list[float] = []
+        self._numbers: dict[str, list[int] | int] = {}
+        """Where a text is held, rising; a list only where it is held more than once."""
 
     def feed(self, rank: int, text: str, now_s: float) -> None:
         """Take a line of one rank.
@@ -48,41 +47,66 @@ class LineFolder:
             now_s: seconds on a clock that only goes forward.
         """
         last = self._last[rank]
-        same = self._by_text.get(text)
+        same = self._numbers.get(text, -1)
         # Only a line below the rank's latest one can be joined: any other would change the order of its lines.
-        if same is not None and same[-1].number > last:
-            held = same[0] if same[0].number > last else same[bisect_right(same, last, key=attrgetter("number"))]
-            held.ranks.append(rank)
+        if isinstance(same, list):
+            index = bisect_right(same, last)
+            number = same[index] if index < len(same) else -1
         else:
-            held = _Held(self._count, text, [rank], now_s)
-            self._count += 1
-            self._held.append(held)
-            if same is None:
-                self._by_text[text] = [held]
-            else:
-                same.append(held)
-        self._last[rank] = held.number
+            number = same
+        if number > last:
+            self._printed_by[number - self._first] |= 1 << rank
+        else:
+            number = self._hold(text, 1 << rank, now_s)
+        self._last[rank] = number
 
     def release(self, now_s: float) -> list[TaggedLine]:
         """Return the lines that no other rank can join any more, or that have waited long enough, in order."""
-        passed_by_all = min(self._last.values())
-        ready = []
-        while self._held and (self._held[0].number <= passed_by_all or self._held[0].since_s + HOLD_S <= now_s):
-            ready.append(self._take_first())
-        return ready
+        passed_by_all = min(self._last.values()) + 1 - self._first
+        return self._take(max(passed_by_all, bisect_right(self._since_s, now_s - HOLD_S)))
 
-    def flush(self) -> list[TaggedLine]:
-        """Return all lines that are held."""
-        return [self._take_first() for _ in range(len(self._held))]
+    def flush(self, rank: int | None = None) -> list[TaggedLine]:
+        """Return the lines that are held up to the latest one of `rank`, or all."""
+        return self._take(len(self._texts) if rank is None else self._last[rank] + 1 - self._first)
 
-    def _take_first(self) -> TaggedLine:
-        held = self._held.popleft()
-        same = self._by_text[held.text]
-        if len(same) > 1:
-            del same[0]
+    def _hold(self, text: str, printed_by: int, now_s: float) -> int:
+        number = self._first + len(self._texts)
+        self._texts.append(text)
+        self._printed_by.append(printed_by)
+        self._since_s.append(now_s)
+        same = self._numbers.setdefault(text, number)
+        if isinstance(same, list):
+            same.append(number)
+        elif same != number:
+            self._numbers[text] = [same, number]
+        return number
+
+    def _take(self, num_lines: int) -> list[TaggedLine]:
+        """Let go of the first held lines."""
+        if num_lines <= 0:
+            return []
+        texts = self._texts[:num_lines]
+        lines = [(numbers_of(ranks), text) for ranks, text in zip(self._printed_by, texts, strict=False)]
+        self._first += num_lines
+        for held in (self._texts, self._printed_by, self._since_s):
+            del held[:num_lines]
+        if self._texts:
+            for text in dict.fromkeys(texts):
+                same = self._numbers[text]
+                left = [number for number in same if number >= self._first] if isinstance(same, list) else []
+                if left:
+                    self._numbers[text] = left
+                else:
+                    del self._numbers[text]
         else:
-            del self._by_text[held.text]
-        return tuple(sorted(held.ranks)), held.text
+            self._numbers.clear()
+        return lines
+
+
+@lru_cache(1024)
+def numbers_of(bits: int) -> RankNumbers:
+    """Return the ranks whose bits are set."""
+    return tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
 
 
 class FoldingPrinter:
@@ -107,7 +131,7 @@ class FoldingPrinter:
         """Take one finished line of a rank; `idle` shows it."""
         if rank in self._with_bar:
             self._with_bar.remove(rank)
-            self._printer.lines([*self._folder.flush(), ((rank,), text)])
+            self._printer.lines([*self._folder.flush(rank), ((rank,), text)])
         else:
             self._folder.feed(rank, text, self._clock())
 
@@ -116,7 +140,7 @@ class FoldingPrinter:
         if not text:
             self._with_bar.discard(rank)
         elif rank not in self._with_bar:
-            self.make_room()
+            self.make_room(rank)
             self._with_bar.add(rank)
         self._printer.progress(rank, text)
 
@@ -125,9 +149,9 @@ class FoldingPrinter:
         self._printer.lines(self._folder.release(self._clock()))
         self._printer.idle()
 
-    def make_room(self) -> None:
-        """Show everything that belongs before a display."""
-        self._printer.lines(self._folder.flush())
+    def make_room(self, rank: int) -> None:
+        """Show what belongs before a display of `rank`."""
+        self._printer.lines(self._folder.flush(rank))
         self._printer.make_room()
 
     def finish(self) -> None:

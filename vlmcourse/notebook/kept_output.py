@@ -38,7 +38,7 @@ class KeptOutput:
 
     def write(self, lines: Sequence[str]) -> None:
         """Keep lines, each given without its end."""
-        text = "".join([f"{line}\n" for line in lines])
+        text = "\n".join([*lines, ""])
         self._num_chars += len(text)
         if self._problem:
             return

@@ -144,7 +144,7 @@ class OutputReader:
         if before or not marked:
             self._printer.line(rank, before)
         for number, after in zip(marked[::2], marked[1::2], strict=True):
-            self._show(self._folder.take_display(int(number)))
+            self._show(rank, self._folder.take_display(int(number)))
             if after:
                 self._printer.line(rank, after)
 
@@ -163,15 +163,15 @@ class OutputReader:
         self._printer.finish()
         self.end_notice(wait=False)
 
-    def _show(self, message: dict[str, Any]) -> None:
+    def _show(self, rank: int, message: dict[str, Any]) -> None:
         if message.pop("clear", False):
-            self._printer.make_room()
+            self._printer.make_room(rank)
             self._display_pub.clear_output(**message)
         elif set(message["data"]) <= {"text/plain"} and not message["transient"]:
             for line in message["data"].get("text/plain", "").splitlines():
-                self._printer.line(0, line)
+                self._printer.line(rank, line)
         else:
-            self._printer.make_room()
+            self._printer.make_room(rank)
             self._display_pub.publish(**message)
 
 

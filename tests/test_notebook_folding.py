@@ -1,6 +1,10 @@
 """What becomes of the lines of all ranks on their way to a person: folded, and cut where they are too many."""
 
+import os
 import random
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from vlmcourse.notebook import flood, kept_output
 from vlmcourse.notebook.flood import FloodLimit
 from vlmcourse.notebook.folding import HOLD_S, FoldingPrinter, LineFolder
+from vlmcourse.notebook.jobs import remove_orphans
 from vlmcourse.notebook.kept_output import KeptOutput
 from vlmcourse.notebook.streams import RankNumbers, TaggedLine
 
@@ -235,7 +240,6 @@ def test_a_file_that_cannot_be_written_costs_no_more_than_itself(monkeypatch: py
     limit = limited()
     assert len(limit.feed(numbered(0, 3000), 0.0)) == 1000
     assert limit.finish()[0] == "... 1,800 lines not shown; they could not be kept (No such file or directory)"
-    monkeypatch.undo()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
@@ -260,6 +264,18 @@ def test_a_file_has_an_end(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
     kept.close()
     (path,) = folder.iterdir()
     assert 0 < path.stat().st_size <= 50_000
+
+
+@pytest.mark.parametrize("ending", ["", "import os; os._exit(1)"])
+def test_the_files_go_with_the_process_or_with_the_next_kernel(
+    ending: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "from vlmcourse.notebook import kept_output; kept_output.private_folder(); "
+    subprocess.run([sys.executable, "-c", program + ending], env={**os.environ, "TMPDIR": str(folder)}, timeout=60)
+    assert len(list(folder.iterdir())) == bool(ending)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    remove_orphans()
+    assert list(folder.iterdir()) == []
 
 
 def test_the_numbers_are_those_of_the_documentation() -> None:

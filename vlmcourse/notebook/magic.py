@@ -95,7 +95,9 @@ class TorchrunMagics(Magics):
         inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
         printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
-            show = OutputReader(folder, FoldingPrinter(printer, options.shown_ranks), shell.display_pub)
+            show = OutputReader(
+                folder, FoldingPrinter(printer, options.shown_ranks or range(options.nproc)), shell.display_pub
+            )
             self.ranks.prepare()
             if hasattr(shell, "kernel") and not self.ranks.is_ready:
                 show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")

@@ -35,8 +35,8 @@ class CellOptions:
     in_names: tuple[str, ...] = ()
     out_names: tuple[str, ...] = ()
     timeout_s: float = DEFAULT_TIMEOUT_S
-    shown_ranks: tuple[int, ...] = tuple(range(DEFAULT_RANKS))
-    """The ranks whose output is shown."""
+    shown_ranks: tuple[int, ...] = ()
+    """The ranks whose output is shown; empty for all."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,7 +58,7 @@ def parse_options(line: str) -> CellOptions:
     parser.add_argument("-n", "--nproc", type=_read_count, default=DEFAULT_RANKS)
     parser.add_argument("--in", dest="in_names", nargs="+", action="extend", default=[])
     parser.add_argument("--out", dest="out_names", nargs="+", action="extend", default=[])
-    parser.add_argument("--ranks", default="")
+    parser.add_argument("--ranks")
     parser.add_argument("--timeout", type=_read_seconds, default=DEFAULT_TIMEOUT_S)
     try:
         words = shlex.split(line, comments=True)
@@ -76,7 +76,7 @@ def parse_options(line: str) -> CellOptions:
         raise CellOptionsError(
             f"--in {taken[0]}: every rank has a {taken[0]!r} of its own; rename the notebook's variable"
         )
-    shown_ranks = read_ranks("--ranks", known.ranks, known.nproc) if known.ranks else tuple(range(known.nproc))
+    shown_ranks = read_ranks("--ranks", known.ranks, known.nproc) if known.ranks is not None else ()
     return CellOptions(
         nproc=known.nproc, in_names=in_names, out_names=out_names, timeout_s=known.timeout, shown_ranks=shown_ranks
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmcourse.notebook import flood, kept_output
+from vlmcourse.notebook import kept_output
 from vlmcourse.notebook.flood import FloodLimit
 from vlmcourse.notebook.folding import HOLD_S, FoldingPrinter, LineFolder
 from vlmcourse.notebook.jobs import remove_orphans
@@ -276,8 +276,3 @@ def test_the_files_go_with_the_process_or_with_the_next_kernel(
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     remove_orphans()
     assert list(folder.iterdir()) == []
-
-
-def test_the_numbers_are_those_of_the_documentation() -> None:
-    assert (flood.BURST_LINES, flood.NUM_LAST) == (1000, 200)
-    assert HOLD_S < 0.1

@@ -62,8 +62,7 @@ def run_ranks(
         on_progress: called with (rank, text) for the changing state of a line that is overwritten with carriage
             returns; its last state also arrives through `on_line`.
         on_idle: called many times a second, also when nothing is printed.
-        private_dir: a folder that is removed if this process is killed while the ranks run; by default one is made, and
-            removed at the end.
+        private_dir: a folder that is removed if this process is killed while the ranks run; by default one of the run.
         starter: how to start a rank; by default `argv` in a process of its own.
     Returns:
         How each rank ended, and the seconds that the run took.
@@ -72,11 +71,7 @@ def run_ranks(
         RankFailure: if a rank failed; the others were stopped. `RankTimeout` if time ran out.
         RuntimeError: if the machine could not start a rank.
     """
-    check_rank_count(nproc)
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s = {timeout_s}: must be more than 0 seconds")
-    if not argv or shutil.which(argv[0]) is None:
-        raise ValueError(f"argv = {list(argv)}: must begin with a program that exists")
+    check_run(argv, nproc, timeout_s)
     started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = private_dir or stack.enter_context(open_job_folder()).path
@@ -100,6 +95,19 @@ def run_ranks(
             f"{nproc} ranks were stopped after {timeout_s:g} s, the limit of this run: {still}", ends=ends
         )
     return RanksResult(ends, time.monotonic() - started_s)
+
+
+def check_run(argv: Sequence[str], nproc: int, timeout_s: float) -> None:
+    """Refuse arguments of `run_ranks` that cannot be used.
+
+    Raises:
+        ValueError: naming the argument and the rule.
+    """
+    check_rank_count(nproc)
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s = {timeout_s}: must be more than 0 seconds")
+    if not argv or shutil.which(argv[0]) is None:
+        raise ValueError(f"argv = {list(argv)}: must begin with a program that exists")
 
 
 def check_rank_count(nproc: int) -> None:

@@ -33,11 +33,18 @@ class Shown:
     seconds_from_first_text: float = 0.0
 
     def lines(self, rank: int) -> list[str]:
-        tag = f"[{rank}] "
-        return [line.removeprefix(tag) for line in self.stdout.splitlines() if line.startswith(tag)]
+        """Return what the rank printed, alone or with others."""
+        tagged = re.findall(r"^\[([\d,-]+)\] (.*)$", self.stdout, re.MULTILINE)
+        return [text for tag, text in tagged if rank in ranks_of(tag)]
 
     def pictures(self) -> list[str]:
         return [data["image/png"] for kind, data in self.outputs if kind == "display" and "image/png" in data]
+
+
+def ranks_of(tag: str) -> list[int]:
+    """Return the ranks that `0,2-4` names."""
+    runs = (part.partition("-") for part in tag.split(","))
+    return [rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)]
 
 
 class Kernel:

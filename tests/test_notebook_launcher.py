@@ -143,6 +143,25 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     assert caught.value.ends[0].exit_code == -9
 
 
+@pytest.mark.parametrize("is_folder_given", [True, False])
+def test_a_killed_rank_is_named_with_the_most_memory_it_had(is_folder_given: bool, tmp_path: Path) -> None:
+    script = """
+        import os, time
+        if os.environ["RANK"] == "1":
+            much = bytearray(b"x") * (300 << 20)
+            del much
+            os.kill(os.getpid(), 9)
+        time.sleep(100)
+    """
+    ballast = bytearray(b"x") * (700 << 20)  # of this process, which must not be taken for the rank's
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 .* killed it\); it had used 3\d\d MiB at most\n") as caught:
+        run(script, private_dir=tmp_path if is_folder_given else None)
+    assert len(ballast) == 700 << 20
+    stopped, killed = caught.value.ends
+    assert stopped.peak_bytes and killed.peak_bytes
+    assert stopped.peak_bytes < 100 << 20 < 300 << 20 < killed.peak_bytes < 400 << 20
+
+
 def test_ranks_that_ignore_polite_requests_are_killed_when_time_runs_out(start_s: float) -> None:
     script = """
         import os, signal, time
@@ -329,9 +348,11 @@ def test_an_error_in_the_callback_stops_the_ranks() -> None:
 
 
 def test_a_hundred_thousand_lines_a_rank_all_arrive_in_order() -> None:
-    _, lines = run("for i in range(100_000): print(i)")
+    idle: list[int] = []
+    _, lines = run("for i in range(100_000): print(i)", on_idle=lambda: idle.append(1))
     for rank in (0, 1):
         assert [int(text) for of, text in lines if of == rank] == list(range(100_000))
+    assert len(idle) > 1
 
 
 def test_the_state_of_a_progress_bar_goes_to_its_own_callback() -> None:
@@ -403,6 +424,24 @@ def test_ranks_that_the_launcher_stopped_are_never_the_root() -> None:
     assert find_root(ends, {1: report(1, "", 0.4, "KeyboardInterrupt")}).rank == 2
     with pytest.raises(ValueError, match="none of 1 ranks failed"):
         find_root(ends[:1], {})
+
+
+def test_mixed_failures_are_listed_root_first_and_each_other_one_in_a_line() -> None:
+    ends = [end(0, 1), end(1, 1), RankEnd(2, -9, 1.5, False, peak_bytes=2040109466), end(3, 0), end(4, 1), end(5, 0)]
+    ends += [end(6, -2, stopped=True), end(7, -9, 1.6)]
+    reports = {0: report(0, "boom", 1.6, "ValueError"), 1: report(1, LOST, 0.8)}
+    reports[4] = RankReport(4, 0.9, "RuntimeError", LOST, "", "cell, line 3")
+    failure = build_failure(ends, reports)
+    assert str(failure).splitlines() == [
+        "rank 2 of 8 was killed by SIGKILL (the machine probably ran out of memory, or someone killed it); "
+        "it had used 1.9 GiB at most",
+        "  rank 0: then failed in cell, line 2: ValueError: boom",
+        "  ranks 1, 4: then failed in cell, line 3: lost its connection",
+        "  ranks 3, 5: had finished",
+        "  rank 6: stopped",
+        "  rank 7: was killed by SIGKILL (the machine probably ran out of memory, or someone killed it)",
+    ]
+    assert failure.rank == 2 and failure.rank_traceback == ""
 
 
 def test_waiting_for_a_rank_that_had_finished_is_explained() -> None:

@@ -1,12 +1,16 @@
 """`%%torchrun` in a real kernel: what a person sees, and what comes back."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from notebook_kernel import Kernel
+
+from vlmcourse.notebook.options import CellOptionsError, parse_options
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(240)]
 
@@ -90,6 +94,162 @@ def test_progress_bars_update_in_place_and_leave_the_lines_of_others_whole(kerne
     assert all(bar.startswith("[0] ") and "\r" not in bar for bar in bars)
     assert "20/20" in bars[-1]
     assert sum(kind == "display" for kind, _ in shown.outputs) == 1
+
+
+def test_equal_lines_of_all_ranks_are_one_line_and_appear_live(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        import time, torch.distributed as dist
+        dist.barrier()
+        print("same")
+        dist.barrier()
+        print("of", rank)
+        print("same again")
+        dist.barrier()
+        if rank == 1:
+            print("alone")
+        for step in range(30):
+            dist.barrier()
+            print("step", step)
+        time.sleep(1.5)
+        print("late")
+    """)
+    assert shown.error == shown.stderr == ""
+    texts = [text for kind, text in shown.outputs if kind == "text"]
+    assert not any("alone" in text and "late" in text for text in texts)  # 1.5 s apart
+    assert sum(line.startswith("[0,1] step") for line in shown.stdout.splitlines()) > 10
+    for rank in (0, 1):
+        alone = ["alone"] if rank == 1 else []
+        steps = [f"step {step}" for step in range(30)]
+        assert shown.lines(rank) == ["same", f"of {rank}", "same again", *alone, *steps, "late"]
+    assert "[1] alone" in shown.stdout.splitlines()
+
+
+def test_only_the_ranks_asked_for_are_shown_but_an_error_of_any(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 3 --ranks 0,2
+        from IPython.display import HTML, display
+        import torch.distributed as dist
+        print("rank", rank)
+        display(HTML("<b>here</b>"))
+        dist.barrier()
+        if rank == 1:
+            raise ValueError("not shown, but told")
+        dist.barrier()
+    """)
+    assert "rank 1 of 3 failed in cell, line 8: ValueError: not shown, but told" in shown.error
+    assert [shown.lines(rank)[:1] for rank in (0, 1, 2)] == [["rank 0"], [], ["rank 2"]]
+    assert sum(kind == "display" for kind, _ in shown.outputs) == 1
+
+    shown = kernel.run("""%%torchrun -n 2 --ranks 1
+        from IPython.display import HTML, display
+        print("rank", rank)
+        display(HTML("<b>here</b>"))
+        rank
+    """)
+    assert shown.error == ""
+    assert shown.stdout.splitlines() == ["[1] rank 1", "[1] <IPython.core.display.HTML object>"]
+    assert [kind for kind, _ in shown.outputs if kind == "display"] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--ranks 2", "--ranks 2: there is no rank 2: with -n 2 the ranks are 0 to 1"),
+        ("-n 1 --ranks 0-3", "--ranks 0-3: there is no rank 3: with -n 1 the only rank is 0"),
+        ("--ranks all", "--ranks all: 'all' names no ranks: write numbers and ranges, such as 0,2-3"),
+        ("-n 4 --ranks 3-1", "--ranks 3-1: '3-1' names no ranks"),
+        ("--ranks ''", "--ranks : '' names no ranks"),
+        ("--ranks 0,", "--ranks 0,: '' names no ranks"),
+    ],
+)
+def test_ranks_that_do_not_exist_are_refused(line: str, message: str) -> None:
+    with pytest.raises(CellOptionsError, match=f"^{re.escape(message)}"):
+        parse_options(line)
+
+
+def test_ranks_are_read_as_numbers_and_ranges() -> None:
+    assert parse_options("-n 8 --ranks 6-7,0,2-3,3").shown_ranks == (0, 2, 3, 6, 7)
+    assert parse_options("-n 3").shown_ranks == ()
+
+
+def test_a_hundred_thousand_lines_a_rank_are_shown_by_their_ends_and_kept_in_a_file(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        for number in range(100_000):
+            print("line", number, "of", rank)
+    """)
+    assert shown.error == shown.stderr == ""
+    lines = [line for line in shown.stdout.splitlines() if not line.startswith("starting")]
+    (at,) = (index for index, line in enumerate(lines) if line.startswith("... "))
+    assert 1000 <= at < 1200 and len(lines) == at + 201
+    found = re.fullmatch(r"\.\.\. ([\d,]+) lines not shown; all of them: (/.*)", lines[at])
+    assert found is not None
+    assert int(found[1].replace(",", "")) + at + 200 == 200_000
+    path = Path(found[2])
+    kept = path.read_text().splitlines()
+    assert kept[:at] == lines[:at] and kept[-200:] == lines[-200:]
+    for rank in (0, 1):
+        of_rank = [line for line in kept if line.startswith(f"[{rank}]")]
+        assert of_rank == [f"[{rank}] line {number} of {rank}" for number in range(100_000)]
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    pid = int(kernel.run("import os; print(os.getpid())").stdout)
+    assert path.parent.name.startswith(f"vlmcourse-cell-{pid}-")
+    assert len("".join(text for kind, text in shown.outputs if kind == "text")) < 50_000
+
+
+def test_displays_and_bars_keep_their_place_between_floods(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2
+        import time
+        from IPython.display import HTML, display
+        from tqdm import tqdm
+        for number in range(50):
+            for line in range(400):
+                print(number, line)
+            if rank == 0:
+                display(HTML(f"<b>{number}</b>"))
+        if rank == 0:
+            for step in tqdm(range(3)):
+                time.sleep(0.3)
+        print("x" * 1_000_000)
+    """)
+    assert shown.error == shown.stderr == ""
+    displays = [index for index, (kind, _) in enumerate(shown.outputs) if kind == "display"]
+    assert [shown.outputs[index][1].get("text/html") for index in displays] == [
+        *(f"<b>{number}</b>" for number in range(50)),
+        None,
+    ]
+    for number, index in enumerate(displays[:50]):
+        before, after = (
+            "".join(value for kind, value in part if kind == "text")
+            for part in (shown.outputs[:index], shown.outputs[index:])
+        )
+        assert all(int(of) <= number for of in re.findall(r"^\[0[,1]*\] (\d+) \d+$", before, re.MULTILINE))
+        assert all(int(of) > number for of in re.findall(r"^\[0[,1]*\] (\d+) \d+$", after, re.MULTILINE))
+    assert len(shown.stdout.splitlines()) < 3000
+    bars = [data["text/plain"] for kind, data in shown.outputs if kind == "update"]
+    assert "3/3" in bars[-1]
+    assert re.search(r"^\[[\d,]+\] x{10000} \.\.\. \(1,000,000 characters; all of them: /", shown.stdout, re.MULTILINE)
+
+
+def test_mixed_failures_are_listed_with_the_killed_rank_first(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 4
+        import os, signal, torch.distributed as dist
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        much = bytearray(b"x") * (1 << 30 if rank == 1 else 1)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            raise ValueError("boom")
+        if rank == 3:
+            dist.barrier()
+    """)
+    first, *others = shown.error.splitlines()
+    assert first.startswith("RankFailure: rank 1 of 4 was killed by SIGKILL (the machine probably ran out of memory")
+    assert re.search(r"; it had used 1\.\d GiB at most$", first)
+    assert sorted(others) == [
+        "  rank 0: had finished",
+        "  rank 2: then failed in cell, line 9: ValueError: boom",
+        "  rank 3: then failed in cell, line 11: lost its connection",
+    ]
 
 
 def test_variables_travel_to_the_ranks_and_back(kernel: Kernel) -> None:
@@ -205,7 +365,15 @@ def test_magics_await_exit_and_data_loader_workers_behave(kernel: Kernel) -> Non
 
 def test_help_is_complete(kernel: Kernel) -> None:
     help_text = kernel.run("print(get_ipython().find_magic('torchrun', 'cell').__doc__)").stdout
-    for word in ("-n, --nproc", "--in a,b", "--out loss", "--timeout SECONDS", "init_ranks()", "Examples:"):
+    for word in (
+        "-n, --nproc",
+        "--in a,b",
+        "--out loss",
+        "--ranks 0,2-3",
+        "--timeout SECONDS",
+        "init_ranks()",
+        "Examples:",
+    ):
         assert word in help_text
 
 

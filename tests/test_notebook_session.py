@@ -71,7 +71,7 @@ def test_rank_runs_a_cell_on_some_ranks(session: Kernel) -> None:
     assert (shown.lines(0), shown.lines(1)) == (["rank 0"], ["changed"])
     assert session.run("%%rank 1 --out name\npass").error == ""
     assert session.run("name").outputs[-1][1]["text/plain"] == "'changed'"
-    assert "there are ranks 0 to 1" in session.run("%%rank 0,2\npass").error
+    assert "the ranks are 0 to 1" in session.run("%%rank 0,2\npass").error
     assert "names no ranks" in session.run("%%rank one\npass").error
 
 

@@ -135,8 +135,8 @@ def test_an_interrupt_is_heard_while_the_server_imports_torch() -> None:
 
 def test_a_killed_server_ends_its_ranks_and_the_next_cell_has_a_new_one(kernel: Kernel) -> None:
     (server,) = servers(kernel)
-    kernel.start("%%torchrun -n 2\nimport time\nprint('up')\ntime.sleep(100)")
-    kernel.wait_for_text("[1] up")
+    kernel.start("%%torchrun -n 2\nimport time\nprint('up', rank)\ntime.sleep(100)")
+    kernel.wait_for_text("[1] up 1")
     server.send_signal(signal.SIGKILL)
     kernel.wait_until_idle()
     assert kernel.processes() == []

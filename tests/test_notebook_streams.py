@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from vlmcourse.notebook.streams import LineSplitter, TerminalPrinter
+from vlmcourse.notebook.streams import LineSplitter, TerminalPrinter, rank_tag
 
 
 def split(*chunks: bytes) -> tuple[list[str], list[str]]:
@@ -75,7 +75,7 @@ def test_a_terminal_sees_progress_in_place_and_a_file_now_and_then(
     stream = Stream()
     printer = TerminalPrinter(stream)
     printer.progress(0, "50%")
-    printer.line(1, "hello")
+    printer.lines([((1,), "hello")])
     wipe = "[0] 50%\r\x1b[K" if is_terminal else ""
     assert stream.getvalue() == f"{wipe}[1] hello\n"
     later_s = time.monotonic() + 11
@@ -83,3 +83,15 @@ def test_a_terminal_sees_progress_in_place_and_a_file_now_and_then(
     printer.progress(0, "75%")
     printer.progress(0, "76%")
     assert stream.getvalue() == f"{wipe}[1] hello\n[0] 75%" + ("" if is_terminal else "\n")
+
+
+def test_plain_lines_and_overwritten_ones_in_one_chunk_keep_their_order() -> None:
+    assert split(b"a\n\r 5%\rdone\nb\n\x1b[Ac\nd", b"e\nf\n") == (["a", "done", "b", "c", "de", "f"], [])
+    splitter = LineSplitter()
+    assert splitter.feed(b"a\r 5%") == ([], " 5%")
+    assert splitter.feed(b"\rdone\nplain\n") == (["done", "plain"], None)
+
+
+def test_a_tag_names_its_ranks_in_short() -> None:
+    tags = {(2,): "[2]", (0, 1): "[0,1]", (0, 2): "[0,2]", (0, 1, 2, 3): "[0-3]", (0, 2, 3, 4, 7): "[0,2-4,7]"}
+    assert {ranks: rank_tag(ranks) for ranks in tags} == tags

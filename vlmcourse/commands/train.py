@@ -20,6 +20,7 @@ from typing import Any
 
 from vlmcourse.config import ConfigError, TrainConfig, check_files, check_world_size, load_config
 from vlmcourse.notebook.failure import RankFailure
+from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
 from vlmcourse.train.folder import aside, check_run_folder, check_steps_left, find_checkpoint, read_meta, run_folder
@@ -144,11 +145,17 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:
     argv += ["--verbose"] if args.verbose else []
     argv += ["--resume", *([args.resume] if args.resume else [])] if args.resume is not None else []
     print(f"starting {args.nproc} ranks; each imports torch first, which takes a few seconds", flush=True)
-    printer = TerminalPrinter()
     try:
-        run_ranks(
-            argv, args.nproc, timeout_s=math.inf, env={CHECKED: "1"}, on_line=printer.line, on_progress=printer.progress
-        )
+        with FoldingPrinter(TerminalPrinter(), range(args.nproc)) as printer:
+            run_ranks(
+                argv,
+                args.nproc,
+                timeout_s=math.inf,
+                env={CHECKED: "1"},
+                on_line=printer.line,
+                on_progress=printer.progress,
+                on_idle=printer.idle,
+            )
     except RankFailure as error:
         print(f"vlmcourse train: {error}", file=sys.stderr)
         return 1

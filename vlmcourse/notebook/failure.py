@@ -46,6 +46,8 @@ class RankEnd:
     """Seconds on the machine's monotonic clock."""
     was_stopped: bool
     """Whether the launcher ended it, because another rank failed, time ran out or a person interrupted."""
+    peak_bytes: int | None = None
+    """The most memory that it has had at a time, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,14 @@ def describe_exit(exit_code: int) -> str:
     return f"was killed by {number.name}" + (f" ({cause})" if cause else "")
 
 
+def describe_peak(end: RankEnd) -> str:
+    """Say how much memory a rank had that was killed, as running out of it does; empty where nothing is known."""
+    if end.exit_code != -signal.SIGKILL or end.peak_bytes is None:
+        return ""
+    gib = end.peak_bytes / 2**30
+    return f"; it had used {f'{gib:.1f} GiB' if gib >= 1 else f'{gib * 1024:.0f} MiB'} at most"
+
+
 def find_root(ends: Sequence[RankEnd], reports: Mapping[int, RankReport]) -> RankEnd:
     """Return the rank whose failure came first; the others failed or were stopped because of it.
 
@@ -155,7 +165,7 @@ def build_failure(
     left_early = [rank for rank, text in others if text == FINISHED]
     where = f" in {report.where}" if report is not None and report.where else ""
     if report is None:
-        reason = describe_exit(root.exit_code)
+        reason = describe_exit(root.exit_code) + describe_peak(root)
     elif report.is_consequence and left_early:
         reason = f"failed{where}: it waited for {name_ranks(left_early)}, which had finished without joining in"
     else:

@@ -1,10 +1,10 @@
 """A small process between the notebook (or the command line) and one rank, so that nothing can be left running.
 
 The launcher runs `python -I -S guard.py FOLDER COMMAND...` in a session of its own, or the fork server becomes one. The
-guard starts the rank, waits for it, stops whatever it left behind (such as data loader workers), and ends exactly as it
-ended: same exit code, same signal. It holds the reading end of a pipe as its standard input. When the other end closes,
-because the launcher asked for it or because the notebook's kernel was killed, the guard kills everything below it and
-removes FOLDER.
+guard starts the rank, waits for it, leaves its peak memory in FOLDER, stops whatever the rank left behind (such as data
+loader workers), and ends exactly as it ended: same exit code, same signal. It holds the reading end of a pipe as its
+standard input. When the other end closes, because the launcher asked for it or because the notebook's kernel was
+killed, the guard kills everything below it and removes FOLDER.
 
 Independent of the rest of the package: as a script it must start in a blink, before anything can go wrong.
 """
@@ -28,7 +28,8 @@ SETTLE_S = 0.2
 TERMINATE_S = 0.5
 KILL_S = 2.0
 CANNOT_START = 127
-NO_FOLDER = "-"
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""The unit in which the system counts a process's peak memory."""
 
 
 def main(arguments: list[str]) -> None:
@@ -42,7 +43,7 @@ def guard_rank(folder: str) -> bool:
     """Split into a guard and its rank: the rank gets True, and the guard never returns.
 
     Args:
-        folder: what to remove once the launcher is gone; `NO_FOLDER` for nothing.
+        folder: private to the launcher; removed once that is gone.
     """
     launcher = os.getppid()
     adopt_orphans()
@@ -53,14 +54,16 @@ def guard_rank(folder: str) -> bool:
         os.close(wake)
         become_rank(guard)
         return True
-    status = None
-    while status is None:
+    ended = None
+    while ended is None:
         ready, _, _ = select.select([LIFELINE, wake], [], [], POLL_S)
         if wake in ready:
             os.read(wake, 4096)
-        status = reap(rank)
-        if status is None and (LIFELINE in ready or os.getppid() != launcher):
+        ended = reap(rank)
+        if ended is None and (LIFELINE in ready or os.getppid() != launcher):
             end_all(rank, folder)
+    status, peak_bytes = ended
+    write_peak(folder, peak_bytes)
     end_leftovers()
     end_like(status)
     return False
@@ -115,17 +118,39 @@ def call_prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0)
 
 
-def reap(rank: int) -> int | None:
-    """Collect every child that has ended; return the rank's wait status if it is among them."""
+def reap(rank: int) -> tuple[int, int] | None:
+    """Collect every child that has ended; return the rank's wait status and peak bytes if it is among them."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == rank:
-                found = status
+                found = status, usage.ru_maxrss * MAXRSS_BYTES
     return found
+
+
+def write_peak(folder: str, peak_bytes: int) -> None:
+    """Leave the rank's peak memory where the launcher finds it."""
+    with contextlib.suppress(OSError):
+        file = os.open(os.path.join(folder, f"peak-{os.getpid()}"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        os.write(file, str(peak_bytes).encode())
+        os.close(file)
+
+
+def read_peak(folder: str | os.PathLike[str], pid: int) -> int | None:
+    """Return the most bytes of memory that a rank has had at a time; None where its guard could not tell.
+
+    Args:
+        folder: the launcher's private one.
+        pid: of the guard, which has ended.
+    """
+    try:
+        with open(os.path.join(folder, f"peak-{pid}"), "rb") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
 
 
 def is_childless(within_s: float) -> bool:
@@ -188,10 +213,9 @@ def end_all(rank: int, folder: str) -> None:
     # A moment for helpers that clean up after their parent, such as multiprocessing's resource tracker.
     if not is_childless(SETTLE_S):
         kill_children()
-    if folder != NO_FOLDER:
-        import shutil
+    import shutil
 
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     # Where orphans cannot be adopted, those of the rank are still in this process's group.
     os.killpg(0, signal.SIGKILL)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from vlmcourse.machine import num_usable_cores
 from vlmcourse.notebook.failure import RankEnd, RankTimeout, build_failure, name_ranks
-from vlmcourse.notebook.rank_group import OnText, RankGroup
+from vlmcourse.notebook.jobs import open_job_folder
+from vlmcourse.notebook.rank_group import OnIdle, OnText, RankGroup
 from vlmcourse.notebook.starting import DirectRank, Starter
 
 MAX_RANKS = 64
@@ -42,6 +43,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     on_line: OnText | None = None,
     on_progress: OnText | None = None,
+    on_idle: OnIdle | None = None,
     private_dir: Path | None = None,
     starter: Starter | None = None,
 ) -> RanksResult:
@@ -59,7 +61,8 @@ def run_ranks(
         on_line: called with (rank, line) for every finished line, in this thread.
         on_progress: called with (rank, text) for the changing state of a line that is overwritten with carriage
             returns; its last state also arrives through `on_line`.
-        private_dir: a folder that is removed if this process is killed while the ranks run.
+        on_idle: called many times a second, also when nothing is printed.
+        private_dir: a folder that is removed if this process is killed while the ranks run; by default one of the run.
         starter: how to start a rank; by default `argv` in a process of its own.
     Returns:
         How each rank ended, and the seconds that the run took.
@@ -68,18 +71,16 @@ def run_ranks(
         RankFailure: if a rank failed; the others were stopped. `RankTimeout` if time ran out.
         RuntimeError: if the machine could not start a rank.
     """
-    check_rank_count(nproc)
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s = {timeout_s}: must be more than 0 seconds")
-    if not argv or shutil.which(argv[0]) is None:
-        raise ValueError(f"argv = {list(argv)}: must begin with a program that exists")
-    starter = starter or (lambda environment: DirectRank(argv, environment, private_dir))
-    group = RankGroup(on_line, on_progress)
+    check_run(argv, nproc, timeout_s)
     started_s = time.monotonic()
-    with reserve_port() as port:
+    with contextlib.ExitStack() as stack:
+        folder = private_dir or stack.enter_context(open_job_folder()).path
+        start_rank = starter or (lambda environment: DirectRank(argv, environment, folder))
+        group = RankGroup(folder, on_line, on_progress, on_idle)
+        port = stack.enter_context(reserve_port())
         try:
             for rank in range(nproc):
-                group.start(rank, starter, build_environment(rank, nproc, port, env or {}))
+                group.start(rank, start_rank, build_environment(rank, nproc, port, env or {}))
             group.wait(until_s=started_s + timeout_s)
         finally:
             unfinished = group.unfinished
@@ -94,6 +95,19 @@ def run_ranks(
             f"{nproc} ranks were stopped after {timeout_s:g} s, the limit of this run: {still}", ends=ends
         )
     return RanksResult(ends, time.monotonic() - started_s)
+
+
+def check_run(argv: Sequence[str], nproc: int, timeout_s: float) -> None:
+    """Refuse arguments of `run_ranks` that cannot be used.
+
+    Raises:
+        ValueError: naming the argument and the rule.
+    """
+    check_rank_count(nproc)
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s = {timeout_s}: must be more than 0 seconds")
+    if not argv or shutil.which(argv[0]) is None:
+        raise ValueError(f"argv = {list(argv)}: must begin with a program that exists")
 
 
 def check_rank_count(nproc: int) -> None:

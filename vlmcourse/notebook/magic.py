@@ -23,13 +23,14 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
 from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
+from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options, read_ranks
 from vlmcourse.notebook.session import SessionEnded
 from vlmcourse.notebook.session_commands import SessionCommands
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
-from vlmcourse.notebook.streams import NotebookPrinter, Printer, TerminalPrinter
+from vlmcourse.notebook.streams import NotebookPrinter, TerminalPrinter
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
 
 
@@ -54,13 +55,14 @@ class TorchrunMagics(Magics):
     def torchrun(self, line: str, cell: str | None = None) -> None:
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
-        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS]
+        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--ranks RANK,...] [--timeout SECONDS]
 
         Flags:
           -n, --nproc RANKS   how many ranks (2). More than there are cores works, slowly. With a GPU for each rank
                               they talk by NCCL, else by gloo on the CPU, which they share fairly.
           --in a,b            variables of the notebook that every rank receives a copy of
           --out loss          variables of rank 0 that the notebook receives when the cell has ended
+          --ranks 0,2-3       show only what these ranks print; an error of any rank is raised all the same
           --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
 
         Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
@@ -69,9 +71,11 @@ class TorchrunMagics(Magics):
           world_size          how many ranks there are
           device              where this rank's tensors belong: cpu, cuda:0, ...
 
-        What ranks print appears line by line with the rank in front. Figures, `display(...)` and the value of the last
-        expression are shown for rank 0. An exception on any rank stops the others and is raised here, as RankFailure
-        with the rank's own traceback. Interrupting the cell stops all ranks; nothing stays running.
+        What ranks print appears line by line with the rank in front; a line that several print at about the same time
+        appears once, as in `[0-3] text`. Of very many lines, the first and the last are shown, and a file has all.
+        Figures, `display(...)` and the value of the last expression are shown for rank 0. An exception on any rank
+        stops the others and is raised here, as RankFailure with the rank's own traceback. Interrupting the cell stops
+        all ranks; nothing stays running.
 
         Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
 
@@ -94,14 +98,14 @@ class TorchrunMagics(Magics):
         if cell is None:
             self.sessions.run_command(line)
             return
-        options = parse_options(line)
         if self.sessions.current is not None:
-            self.run_in_session(f"%%torchrun {line}", cell, self.sessions.adapt(options))
+            self.run_in_session("%%torchrun", line, cell)
             return
+        options = parse_options(line)
         prepared = prepare_cell(f"%%torchrun {line}", cell, shell.transform_cell)
         inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
         with open_job_folder() as folder:
-            show = OutputReader(folder, make_printer(shell), shell.display_pub)
+            show = OutputReader(folder, make_printer(shell, options), shell.display_pub)
             self.ranks.prepare()
             if hasattr(shell, "kernel") and not self.ranks.is_ready:
                 show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
@@ -124,27 +128,28 @@ class TorchrunMagics(Magics):
           print(model)
         """
         choice, _, flags = line.strip().partition(" ")
-        session = self.sessions.get("%%rank")
-        ranks = read_ranks(choice, session.nproc)
-        self.run_in_session(f"%%rank {line}", cell, self.sessions.adapt(parse_options(flags)), ranks)
+        ranks = read_ranks("%%rank", choice, self.sessions.get("%%rank").nproc)
+        self.run_in_session(f"%%rank {choice}", flags, cell, ranks)
 
-    def run_in_session(
-        self, first_line: str, cell: str, options: CellOptions, ranks: Sequence[int] | None = None
-    ) -> None:
-        """Run a cell on all, or some, ranks of the session that is there."""
+    def run_in_session(self, magic: str, flags: str, cell: str, ranks: Sequence[int] = ()) -> None:
+        """Run a cell on the ranks of the session that is there: all of them if `ranks` names none."""
         shell = self.shell
         assert shell is not None
-        session = self.sessions.get(first_line)
-        ranks = ranks if ranks is not None else range(session.nproc)
-        prepared = prepare_cell(first_line, cell, shell.transform_cell)
+        session = self.sessions.get(magic)
+        ranks = ranks or range(session.nproc)
+        options = self.sessions.adapt(parse_options(flags, session.nproc))
+        prepared = prepare_cell(f"{magic} {flags}", cell, shell.transform_cell)
         inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
         folder = session.make_cell_folder()
         try:
-            show = OutputReader(folder, make_printer(shell), shell.display_pub, main_rank=min(ranks))
+            show = OutputReader(folder, make_printer(shell, options, ranks), shell.display_pub)
             folder.write_inputs(inputs)
             job = build_job(options, prepared, show.token, main_rank=min(ranks))
             with add_hint(shell.user_ns):
-                session.run(folder, job, ranks, on_line=show.line, on_progress=show.progress)
+                try:
+                    session.run(folder, job, ranks, show)
+                finally:
+                    show.finish()
             shell.push(read_outputs(folder, options.out_names))
         except SessionEnded:
             self.sessions.current = None
@@ -155,24 +160,23 @@ class TorchrunMagics(Magics):
             shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def make_printer(shell: InteractiveShell) -> Printer:
-    """Return what shows the ranks' output to a person: in a notebook, or in IPython in a terminal."""
-    return NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
+def make_printer(shell: InteractiveShell, options: CellOptions, ranks: Sequence[int] = ()) -> FoldingPrinter:
+    """Return what shows the output of ranks (by default all) to a person, in a notebook or in IPython in a terminal."""
+    printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
+    return FoldingPrinter(printer, options.shown_ranks or ranks or range(options.nproc))
 
 
 class OutputReader:
     """Shows what ranks print, and what rank 0 displays, in the order in which it was printed."""
 
-    def __init__(
-        self, folder: JobFolder, printer: Printer, display_pub: DisplayPublisher, *, main_rank: int = 0
-    ) -> None:
-        self._main_rank = main_rank
+    def __init__(self, folder: JobFolder, printer: FoldingPrinter, display_pub: DisplayPublisher) -> None:
         self.token = secrets.token_hex(8)
         self._folder = folder
         self._printer = printer
         self._display_pub = display_pub
         start, _, end = MARK.format(token=self.token, number="|").partition("|")
         self._has_notice = False
+        self._mark_start = start
         self._mark = re.compile(re.escape(start) + r"(\d*)" + re.escape(end))
 
     def notice(self, text: str) -> None:
@@ -188,30 +192,48 @@ class OutputReader:
             self._display_pub.clear_output(wait=wait)
 
     def line(self, rank: int, text: str) -> None:
-        """Show a finished line."""
+        """Show a finished line, or what it announces."""
+        if rank not in self._printer.ranks:
+            for number in filter(None, self._mark.findall(text)):
+                self._folder.take_display(int(number))
+            return
         self.end_notice()
+        if self._mark_start not in text:
+            self._printer.line(rank, text)
+            return
         before, *marked = self._mark.split(text)
         if before or not marked:
             self._printer.line(rank, before)
         for number, after in zip(marked[::2], marked[1::2], strict=True):
             if number:
-                self._show(self._folder.take_display(int(number)))
+                self._show(rank, self._folder.take_display(int(number)))
             if after:
                 self._printer.line(rank, after)
 
     def progress(self, rank: int, text: str) -> None:
         """Show the present state of a progress bar."""
-        if not self._mark.search(text):
+        if rank in self._printer.ranks and not self._mark.search(text):
             self.end_notice()
             self._printer.progress(rank, text)
 
-    def _show(self, message: dict[str, Any]) -> None:
+    def idle(self) -> None:
+        """Show what has been held back long enough."""
+        self._printer.idle()
+
+    def finish(self) -> None:
+        """Show everything that is held back; a notice that nothing has replaced goes."""
+        self._printer.finish()
+        self.end_notice(wait=False)
+
+    def _show(self, rank: int, message: dict[str, Any]) -> None:
         if message.pop("clear", False):
+            self._printer.make_room(rank)
             self._display_pub.clear_output(**message)
         elif set(message["data"]) <= {"text/plain"} and not message["transient"]:
             for line in message["data"].get("text/plain", "").splitlines():
-                self._printer.line(self._main_rank, line)
+                self._printer.line(rank, line)
         else:
+            self._printer.make_room(rank)
             self._display_pub.publish(**message)
 
 
@@ -271,6 +293,7 @@ def run_job(
             env=RANK_ENVIRONMENT,
             on_line=show.line,
             on_progress=show.progress,
+            on_idle=show.idle,
             private_dir=folder.path,
         )
     except KeyboardInterrupt:
@@ -285,7 +308,7 @@ def run_job(
         with add_hint(namespace):
             raise build_failure(error.ends, folder.read_reports(), folder.read_done()) from None
     finally:
-        show.end_notice(wait=False)
+        show.finish()
 
 
 @contextlib.contextmanager

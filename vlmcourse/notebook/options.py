@@ -15,7 +15,7 @@ from vlmcourse.notebook.launcher import check_rank_count
 
 DEFAULT_RANKS = 2
 DEFAULT_TIMEOUT_S = 300.0
-FLAGS = ("-n", "--nproc", "--in", "--out", "--timeout")
+FLAGS = ("-n", "--nproc", "--in", "--out", "--ranks", "--timeout")
 PREDEFINED = ("rank", "local_rank", "world_size", "device")
 """Variables that every rank has before the cell's first line."""
 
@@ -35,6 +35,8 @@ class CellOptions:
     in_names: tuple[str, ...] = ()
     out_names: tuple[str, ...] = ()
     timeout_s: float = DEFAULT_TIMEOUT_S
+    shown_ranks: tuple[int, ...] = ()
+    """The ranks whose output is shown; empty for all."""
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
     """Those of nproc and timeout that the line names; a session has its own where it does not."""
 
@@ -44,11 +46,12 @@ class _Parser(argparse.ArgumentParser):
         raise CellOptionsError(f"%%torchrun: {message}; type %%torchrun? for help")
 
 
-def parse_options(line: str) -> CellOptions:
+def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
     """Read the flags of a cell.
 
     Args:
         line: what follows `%%torchrun`, such as `-n 4 --in model,batch --out loss`.
+        default_nproc: how many ranks where the line does not say.
     Returns:
         The checked options.
     Raises:
@@ -58,6 +61,7 @@ def parse_options(line: str) -> CellOptions:
     parser.add_argument("-n", "--nproc", type=_read_count)
     parser.add_argument("--in", dest="in_names", nargs="+", action="extend", default=[])
     parser.add_argument("--out", dest="out_names", nargs="+", action="extend", default=[])
+    parser.add_argument("--ranks")
     parser.add_argument("--timeout", type=_read_seconds)
     try:
         words = shlex.split(line, comments=True)
@@ -76,36 +80,40 @@ def parse_options(line: str) -> CellOptions:
             f"--in {taken[0]}: every rank has a {taken[0]!r} of its own; rename the notebook's variable"
         )
     given = {name: value for name in ("nproc", "timeout") if (value := getattr(known, name)) is not None}
+    nproc = given.get("nproc", default_nproc)
     return CellOptions(
-        nproc=given.get("nproc", DEFAULT_RANKS),
+        nproc=nproc,
         in_names=in_names,
         out_names=out_names,
         timeout_s=given.get("timeout", DEFAULT_TIMEOUT_S),
+        shown_ranks=read_ranks("--ranks", known.ranks, nproc) if known.ranks is not None else (),
         explicit=frozenset(given),
     )
 
 
-def read_ranks(text: str, nproc: int) -> tuple[int, ...]:
-    """Read a choice of ranks, such as `0,2-3`.
+def read_ranks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
+    """Return the ranks that a text such as `0,2-3` names, in order.
 
     Args:
+        flag: what the person wrote before it, for the error message.
         text: numbers and ranges, separated by commas.
         nproc: how many ranks there are.
-
-    Returns:
-        The ranks in rising order, each once.
     Raises:
-        CellOptionsError: if it is not such a choice, or names a rank that does not exist.
+        CellOptionsError: if it is something else, or there is no such rank.
     """
-    chosen: set[int] = set()
+    ranks: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise CellOptionsError(f"{text!r} names no ranks: write numbers such as 0,2 or 0-3")
-        chosen.update(range(int(first), int(last or first) + 1))
-    if not chosen or max(chosen) >= nproc:
-        raise CellOptionsError(f"{text!r}: there are ranks 0 to {nproc - 1}")
-    return tuple(sorted(chosen))
+        numbers = (first, last) if dash else (first, first)
+        if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > int(numbers[1]):
+            raise CellOptionsError(
+                f"{flag} {text}: {part.strip()!r} names no ranks: write numbers and ranges, such as 0,2-3"
+            )
+        if int(numbers[1]) >= nproc:
+            there_are = "the only rank is 0" if nproc == 1 else f"the ranks are 0 to {nproc - 1}"
+            raise CellOptionsError(f"{flag} {text}: there is no rank {numbers[1]}: with -n {nproc} {there_are}")
+        ranks.update(range(int(numbers[0]), int(numbers[1]) + 1))
+    return tuple(sorted(ranks))
 
 
 def _read_count(text: str) -> int:

@@ -11,13 +11,16 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 from vlmcourse.notebook.failure import RankEnd
+from vlmcourse.notebook.guard import read_peak
 from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
 from vlmcourse.notebook.starting import RankHandle, Starter
 from vlmcourse.notebook.streams import LineSplitter
 
-POLL_S = 0.1
+POLL_S = 0.02
+"""How often the ranks' ends, and lines that are held back, are looked at where nothing is printed."""
 STOP_STEPS = ((signal.SIGINT, 1.0), (signal.SIGTERM, 0.5))
 """How ranks are asked to end, and how many seconds each request is given before the next; then they are killed."""
 KILL_S = 5.0
@@ -26,14 +29,16 @@ DRAIN_S = 1.0
 CHUNK_BYTES = 1 << 16
 
 OnText = Callable[[int, str], None]
+OnIdle = Callable[[], None]
 
 
 class RankProcess:
     """One rank: its guard's process, its output so far, and how it ended."""
 
-    def __init__(self, rank: int, handle: RankHandle) -> None:
+    def __init__(self, rank: int, handle: RankHandle, private_dir: Path) -> None:
         self.rank = rank
         self.handle = handle
+        self.private_dir = private_dir
         self.splitter = LineSplitter()
         self.signals_sent: set[int] = set()
         self.end: RankEnd | None = None
@@ -45,7 +50,8 @@ class RankProcess:
             # this soon.
             self.signal_group(signal.SIGKILL)
             was_stopped = bool(self.signals_sent) and (code >= 0 or -code in self.signals_sent)
-            self.end = RankEnd(self.rank, code, time.monotonic(), was_stopped)
+            peak_bytes = read_peak(self.private_dir, self.handle.pid)
+            self.end = RankEnd(self.rank, code, time.monotonic(), was_stopped, peak_bytes)
         return self.end is not None
 
     def send(self, number: int) -> None:
@@ -68,9 +74,13 @@ class RankProcess:
 class RankGroup:
     """The ranks of one run."""
 
-    def __init__(self, on_line: OnText | None, on_progress: OnText | None) -> None:
+    def __init__(
+        self, private_dir: Path, on_line: OnText | None, on_progress: OnText | None, on_idle: OnIdle | None
+    ) -> None:
+        self._private_dir = private_dir
         self._on_line = on_line or (lambda rank, text: None)
         self._on_progress = on_progress or (lambda rank, text: None)
+        self._on_idle = on_idle or (lambda: None)
         self._ranks: list[RankProcess] = []
         self._pipes = selectors.DefaultSelector()
 
@@ -95,7 +105,7 @@ class RankGroup:
                 handle = starter(env)
             except OSError as error:
                 raise RuntimeError(f"rank {rank} could not be started ({error}): run fewer ranks") from error
-            process = RankProcess(rank, handle)
+            process = RankProcess(rank, handle, self._private_dir)
             self._ranks.append(process)
             self._pipes.register(handle.output_fd, selectors.EVENT_READ, process)
 
@@ -126,7 +136,7 @@ class RankGroup:
                     process.send(number)
                 end_s = time.monotonic() + patience_s
                 while self.unfinished and time.monotonic() < end_s:
-                    self._pump(POLL_S / 2)
+                    self._pump(POLL_S)
         finally:
             self._kill()
 
@@ -157,14 +167,14 @@ class RankGroup:
         """Pass on what arrives within `seconds`; returns early once something did."""
         if not self._pipes.get_map():
             time.sleep(min(seconds, 0.01))
-            return
-        for key, _ in self._pipes.select(seconds):
+        for key, _ in self._pipes.select(seconds) if self._pipes.get_map() else ():
             process: RankProcess = key.data
             data = os.read(key.fd, CHUNK_BYTES)
             if data:
                 self._pass_on(process, data)
             else:
                 self._close(process)
+        self._on_idle()
 
     def _close(self, process: RankProcess) -> None:
         self._pass_on(process, b"")

@@ -19,12 +19,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
 from vlmcourse.notebook.interrupts import ignore_interrupts
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
 from vlmcourse.notebook.launcher import build_environment, reserve_port
-from vlmcourse.notebook.rank_group import OnText, RankGroup
+from vlmcourse.notebook.rank_group import RankGroup
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter
 
 GRACE_S = 1.0
@@ -54,6 +55,22 @@ class CellEnd:
     """Number of the last collective that the rank began; -1 where that is not recorded."""
 
 
+class OutputReader(Protocol):
+    """Takes what ranks print."""
+
+    def line(self, rank: int, text: str) -> None:
+        """Take a finished line."""
+        ...
+
+    def progress(self, rank: int, text: str) -> None:
+        """Take the present state of a line that is being overwritten."""
+        ...
+
+    def idle(self) -> None:
+        """Show what has been taken long enough ago; called many times a second."""
+        ...
+
+
 class RankSession:
     """The ranks of one session, seen from the kernel."""
 
@@ -75,11 +92,10 @@ class RankSession:
         self.num_cells = 0
         self._folder = JobFolder(make_job_folder())
         self._controls: list[int] = []
-        self._reader: OnText | None = None
-        self._progress_reader: OnText | None = None
+        self._reader: OutputReader | None = None
         self._cell_ends: dict[int, CellEnd] = {}
         self._end_mark = re.compile("$^")
-        self._group = RankGroup(self._on_line, self._on_progress)
+        self._group = RankGroup(self._folder.path, self._on_line, self._on_progress, self._on_idle)
         try:
             self._start(starter, job)
         except BaseException:
@@ -108,15 +124,14 @@ class RankSession:
 
     # --- Cells ------------------------------------------------------------------------------------------------------
 
-    def run(self, folder: JobFolder, job: Job, ranks: Sequence[int], *, on_line: OnText, on_progress: OnText) -> None:
+    def run(self, folder: JobFolder, job: Job, ranks: Sequence[int], reader: OutputReader) -> None:
         """Run a cell on some of the ranks and wait until they have finished it.
 
         Args:
             folder: the cell's, made by `make_cell_folder`; inputs are in it.
             job: the cell; `job.timeout_s` says how long it may take.
             ranks: which ranks run it; the others do nothing meanwhile.
-            on_line: called with (rank, line).
-            on_progress: called with (rank, text) for a line that is being overwritten.
+            reader: gets what the ranks print meanwhile.
 
         Raises:
             RankFailure: if the cell failed on a rank; the session is still usable.
@@ -125,7 +140,7 @@ class RankSession:
         """
         self.check_alive()
         self.num_cells += 1
-        self._reader, self._progress_reader = on_line, on_progress
+        self._reader = reader
         self._expect(job.token)
         folder.write_job(job)
         request = json.dumps({"folder": str(folder.path)}).encode() + b"\n"
@@ -143,7 +158,7 @@ class RankSession:
                     self._end()
             raise
         finally:
-            self._reader = self._progress_reader = None
+            self._reader = None
         if self._group.ends or self._why_unusable(ranks):
             raise self._end_with(folder, ranks, in_time)
         if not in_time:
@@ -289,13 +304,17 @@ class RankSession:
             if not text:
                 return
         if self._reader is not None:
-            self._reader(rank, text)
+            self._reader.line(rank, text)
         else:
             sys.stdout.write(f"[{rank}] {text}\n")
 
     def _on_progress(self, rank: int, text: str) -> None:
-        if self._progress_reader is not None and not self._end_mark.search(text):
-            self._progress_reader(rank, text)
+        if self._reader is not None and not self._end_mark.search(text):
+            self._reader.progress(rank, text)
+
+    def _on_idle(self) -> None:
+        if self._reader is not None:
+            self._reader.idle()
 
 
 ENDED = "The session has ended and its variables are gone: begin another with %torchrun start."

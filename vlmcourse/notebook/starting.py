@@ -76,15 +76,14 @@ Starter = Callable[[Mapping[str, str]], RankHandle]
 class DirectRank:
     """A rank in a new process."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], private_dir: Path | None) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], private_dir: Path) -> None:
         """Start it.
 
         Raises:
             OSError: if the machine refuses another process.
         """
-        folder = str(private_dir) if private_dir else guard.NO_FOLDER
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, folder, *argv],
+            [sys.executable, "-I", "-S", guard.__file__, str(private_dir), *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

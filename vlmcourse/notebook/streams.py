@@ -1,7 +1,8 @@
 """What ranks print, as lines: bytes from several pipes in, tagged text out.
 
 `LineSplitter` turns the bytes of one rank into finished lines and into states of a line that is being overwritten with
-carriage returns, as progress bars do. `TerminalPrinter` and `NotebookPrinter` show both.
+carriage returns, as progress bars do. `TerminalPrinter` and `NotebookPrinter` show both, after `folding.py` has joined
+equal lines.
 """
 
 from __future__ import annotations
@@ -10,14 +11,36 @@ import codecs
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TextIO
+
+from vlmcourse.notebook.flood import FloodLimit
+from vlmcourse.notebook.kept_output import KeptOutput
 
 PROGRESS_EVERY_S = 0.2
 LOGGED_EVERY_S = 10.0
 """Between the states of a progress bar that a file or a pipe gets, each as a line of its own."""
 CURSOR_MOVES = re.compile(r"\x1b\[\d*[A-GJKST]")
 """Escape sequences that move the cursor or erase; they make no sense between the lines of other ranks."""
+
+RankNumbers = tuple[int, ...]
+"""One rank or several, in order."""
+TaggedLine = tuple[RankNumbers, str]
+"""A finished line and the ranks that printed it."""
+
+
+@lru_cache(1024)
+def rank_tag(ranks: RankNumbers) -> str:
+    """Return what stands before a line of these ranks, in rank order: `[2]`, `[0,2]`, `[0-3]`, `[0,2-4]`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return f"[{','.join(parts)}]"
 
 
 class LineSplitter:
@@ -46,6 +69,10 @@ class LineSplitter:
         *complete, rest = text.removesuffix(self._held).split("\n")
         lines, state = [], None
         for part in complete:
+            if not (self._open or self._returned or "\r" in part or "\x1b" in part):
+                lines.append(part)
+                state = None
+                continue
             self._write(part.removesuffix("\r"))
             state = "" if self._returned else None
             lines += self._finish()
@@ -84,12 +111,24 @@ class LineSplitter:
 class Printer(Protocol):
     """Shows the output of all ranks to a person."""
 
-    def line(self, rank: int, text: str) -> None:
-        """Show one finished line."""
+    def lines(self, lines: Sequence[TaggedLine]) -> None:
+        """Show finished lines."""
         ...
 
     def progress(self, rank: int, text: str) -> None:
         """Show the present state of a line that is being overwritten."""
+        ...
+
+    def idle(self) -> None:
+        """Show what has waited long enough; called many times a second."""
+        ...
+
+    def make_room(self) -> None:
+        """Show what belongs before a display that comes next."""
+        ...
+
+    def finish(self) -> None:
+        """Show what is left: no line comes any more."""
         ...
 
 
@@ -104,10 +143,11 @@ class TerminalPrinter:
         self._shows_progress = False
         self._last_s = 0.0 if self._stream.isatty() else time.monotonic()
 
-    def line(self, rank: int, text: str) -> None:
-        """Print one finished line, after wiping a progress line."""
-        self._stream.write(f"{self._wipe()}[{rank}] {text}\n")
-        self._stream.flush()
+    def lines(self, lines: Sequence[TaggedLine]) -> None:
+        """Print finished lines, after wiping a progress line."""
+        if lines:
+            self._stream.write(self._wipe() + "".join(f"{rank_tag(ranks)} {text}\n" for ranks, text in lines))
+            self._stream.flush()
 
     def progress(self, rank: int, text: str) -> None:
         """Redraw the progress line, a few times a second; where there is no terminal, print it every 10 s."""
@@ -117,11 +157,16 @@ class TerminalPrinter:
         self._last_s = time.monotonic()
         if not self._stream.isatty():
             if text:
-                self.line(rank, text)
+                self.lines([((rank,), text)])
             return
         self._stream.write(self._wipe() + (f"[{rank}] {text}" if text else ""))
         self._stream.flush()
         self._shows_progress = bool(text)
+
+    def idle(self) -> None:
+        """Nothing is held back."""
+
+    make_room = finish = idle
 
     def _wipe(self) -> str:
         wipe = "\r\x1b[K" if self._shows_progress else ""
@@ -130,19 +175,29 @@ class TerminalPrinter:
 
 
 class NotebookPrinter:
-    """Prints tagged lines as the cell's output; each rank's progress bar is an output of its own, updated in place."""
+    """Prints tagged lines as the cell's output; each rank's progress bar is an output of its own, updated in place.
+
+    Of a flood of lines it shows the beginning and the end.
+    """
 
     def __init__(self) -> None:
         self._bars: dict[int, Any] = {}
         self._last_s: dict[int, float] = {}
+        self._kept = KeptOutput()
+        self._limit = FloodLimit(self._kept, time.monotonic())
 
-    def line(self, rank: int, text: str) -> None:
-        """Print one finished line, or give a progress bar its last state."""
-        bar = self._bars.pop(rank, None)
-        if bar is None:
-            sys.stdout.write(f"[{rank}] {text}\n")
-        else:
-            bar.update(_as_text(rank, text), raw=True)
+    def lines(self, lines: Sequence[TaggedLine]) -> None:
+        """Print finished lines, or give progress bars their last state."""
+        plain = []
+        for ranks, text in lines:
+            bar = self._bars.pop(ranks[0], None) if self._bars and len(ranks) == 1 else None
+            if bar is None:
+                plain.append((rank_tag(ranks), text))
+            else:
+                self._kept.write([f"{rank_tag(ranks)} {text}"])
+                bar.update(_as_text(ranks[0], text), raw=True)
+        if plain:
+            self._write(self._limit.feed(plain, time.monotonic()))
 
     def progress(self, rank: int, text: str) -> None:
         """Update the rank's progress bar, a few times a second."""
@@ -159,6 +214,23 @@ class NotebookPrinter:
             self._bars[rank].update(_as_text(rank, text), raw=True)
         else:
             self._bars[rank] = display(_as_text(rank, text), raw=True, display_id=True)
+
+    def idle(self) -> None:
+        """Show how a flood goes on."""
+        self._write(self._limit.idle(time.monotonic()))
+
+    def make_room(self) -> None:
+        """Show the latest lines of a flood."""
+        self._write(self._limit.latest())
+
+    def finish(self) -> None:
+        """Show the end of a flood."""
+        self._write(self._limit.finish())
+        self._kept.close()
+
+    def _write(self, lines: list[str]) -> None:
+        if lines:
+            sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _as_text(rank: int, text: str) -> Mapping[str, str]:

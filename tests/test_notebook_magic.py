@@ -146,7 +146,7 @@ def test_only_the_ranks_asked_for_are_shown_but_an_error_of_any(kernel: Kernel) 
         rank
     """)
     assert shown.error == ""
-    assert shown.stdout.splitlines() == ["[1] rank 1", "[1] <IPython.core.display.HTML object>"]
+    assert shown.stdout.splitlines() == ["[1] rank 1", "[1] <IPython.core.display.HTML object>", "[1] 1"]
     assert [kind for kind, _ in shown.outputs if kind == "display"] == []
 
 

@@ -10,22 +10,27 @@ import re
 import secrets
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
+from vlmcourse.notebook.completion import complete_torchrun
+from vlmcourse.notebook.elastic import run_elastic
 from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.script import build_script, describe_script, save_script
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.streams import NotebookPrinter, Printer, TerminalPrinter
+from vlmcourse.notebook.subcommands import Subcommand, run_subcommand
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
 
 
@@ -44,12 +49,16 @@ class TorchrunMagics(Magics):
         """Begin to prepare for the first cell."""
         super().__init__(shell)
         self.ranks = RankStarter()
+        self.subcommands = {"--show": Subcommand(self.show_last, "print the last cell as a script, and its commands")}
+        self._last_cell: tuple[CellOptions, PreparedCell] | None = None
 
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
-        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS]
+        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS] [--ranks RANKS]
+                   [--launcher fork|direct|elastic] [--max-restarts TIMES] [--nnodes MACHINES]
+                   [--rdzv-endpoint HOST:PORT] [--save FILE.py] [--show]
 
         Flags:
           -n, --nproc RANKS   how many ranks (2). More than there are cores works, slowly. With a GPU for each rank
@@ -57,6 +66,21 @@ class TorchrunMagics(Magics):
           --in a,b            variables of the notebook that every rank receives a copy of
           --out loss          variables of rank 0 that the notebook receives when the cell has ended
           --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
+          --ranks 0,2         show only what these ranks print; all of them run
+          --launcher HOW      fork (the default): ranks split off from a process that has imported torch, and start in
+                                a blink; where that is not possible, the same as direct
+                              direct: every rank is a new process, which imports torch itself
+                              elastic: the real torchrun starts the ranks; slower, and it can restart them
+          --save train.py     write the cell as a script that runs under plain torchrun, then run the cell
+          --show              print that script, its torchrun command and a Slurm batch script, and run nothing
+
+        Only with --launcher elastic:
+          --max-restarts 3    how often torchrun starts all ranks again after one has failed (0). They begin the cell
+                              anew: TORCHELASTIC_RESTART_COUNT in os.environ says how often that has happened
+          --nnodes 2          how many machines take part, or the fewest and the most, such as 1:2. The cell says what
+                              to run on the others (with --save), and waits for them. -n counts the ranks of one
+                              machine; the notebook shows those of its own, and --out comes from the first of them
+          --rdzv-endpoint HOST:PORT   where the machines meet (this one, port 29400)
 
         Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
         `vlmcourse.parallel.mesh.init_ranks()`, which returns what is known about this rank) and these variables:
@@ -69,6 +93,14 @@ class TorchrunMagics(Magics):
         with the rank's own traceback. Interrupting the cell stops all ranks; nothing stays running.
 
         Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
+
+        Sessions, whose ranks stay alive and keep their variables from cell to cell:
+          %torchrun start -n 4    start one: %%torchrun cells now run in its ranks, until it is stopped
+          %%rank 0,2              run a cell on some of its ranks
+          %torchrun status        show its ranks and what they are doing
+          %torchrun restart       empty ranks instead, as many as before
+          %torchrun stop          end it
+        %torchrun --show does for the last cell what %%torchrun --show does for this one.
 
         Examples:
           %%torchrun -n 2
@@ -83,22 +115,94 @@ class TorchrunMagics(Magics):
           %%torchrun -n 2 --timeout 30
           if rank == 0:
               dist.barrier()   # rank 1 never comes: an error after 15 s that names this line
+
+          %%torchrun -n 8 --ranks 0
+          print("shown once")   # the other ranks print it too, unseen
+
+          %%torchrun --launcher elastic --max-restarts 2
+          import os
+          if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+              raise RuntimeError("lost")   # torchrun starts both ranks again, and the cell succeeds
+
+          %%torchrun -n 8 --launcher elastic --nnodes 2 --rdzv-endpoint node1:29400 --save train.py
+          print(rank, "of", world_size)   # of 16, once the command that the cell prints runs on the other machine
+
+          %%torchrun -n 2 --in learning_rate --save train.py
+          ...   # afterwards, in a terminal: torchrun --standalone --nproc-per-node 2 train.py
         """
         shell = self.shell
         assert shell is not None
         options = parse_options(line)
         prepared = prepare_cell(line, cell, shell.transform_cell)
-        inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
+        self._last_cell = options, prepared
+        values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
+        if options.save or options.show:
+            leave_notebook(options, prepared, values)
+        if not options.show:
+            self._run(options, prepared, values)
+
+    @line_magic("torchrun")
+    def torchrun_line(self, line: str) -> None:
+        """Work with what `%%torchrun` has run (`%%torchrun?` explains how cells run on several ranks).
+
+        %torchrun --show             print the last %%torchrun cell as a script, with its torchrun command and a Slurm
+                                     batch script; nothing is run
+        %torchrun start [-n RANKS]   start ranks that stay alive and keep their variables; %%torchrun and %%rank cells
+                                     then run in them
+        %torchrun status             show the ranks of the session and what they are doing
+        %torchrun stop               end the session; nothing is left running
+        %torchrun restart            end the session and start a new, empty one with as many ranks
+        """
+        run_subcommand(line, self.subcommands)
+
+    def show_last(self, rest: str) -> None:
+        """Print the last cell as a script, with its commands (`%torchrun --show`).
+
+        Raises:
+            CellOptionsError: if there is none yet, or more was said than `--show`.
+        """
+        shell = self.shell
+        assert shell is not None
+        if rest:
+            raise CellOptionsError(f"%torchrun --show {rest}: it takes nothing else; remove {rest!r}")
+        if self._last_cell is None:
+            raise CellOptionsError("%torchrun --show: no %%torchrun cell has run yet: run one first")
+        options, prepared = self._last_cell
+        values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
+        leave_notebook(replace(options, save="", show=True), prepared, values)
+
+    def _run(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> None:
+        """Run a cell to its end."""
+        shell = self.shell
+        assert shell is not None
+        inputs = dump_variables("--in", values)
         printer: Printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
             show = OutputReader(folder, printer, shell.display_pub)
-            self.ranks.prepare()
-            if hasattr(shell, "kernel") and not self.ranks.is_ready:
-                show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
+            is_ready = False
+            if options.launcher == "fork":
+                self.ranks.prepare()
+                is_ready = self.ranks.is_ready
+            if hasattr(shell, "kernel") and not is_ready:
+                when = "the first time they" if options.launcher == "fork" else "they"
+                show.notice(f"starting {options.nproc} ranks: {when} wait for torch to be imported ...")
             folder.write_inputs(inputs)
             folder.write_job(build_job(options, prepared, show.token))
-            run_job(folder, options, show, shell.user_ns, self.ranks)
-            shell.push(read_outputs(folder, options.out_names))
+            last_folder = run_job(folder, options, show, shell.user_ns, self.ranks)
+            shell.push(read_outputs(last_folder, options.out_names))
+
+
+def leave_notebook(options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> None:
+    """Write a cell as a script (`--save`), or print it with the commands that run it (`--show`).
+
+    Raises:
+        ScriptError: if something in the cell works only in a notebook, or the file is not to be replaced.
+    """
+    script = build_script(options, prepared, values)
+    if options.save:
+        print(save_script(script, options, values))
+    if options.show:
+        print(describe_script(script, options))
 
 
 class OutputReader:
@@ -124,6 +228,15 @@ class OutputReader:
             self._has_notice = False
             sys.stdout.flush()
             self._display_pub.clear_output(wait=wait)
+
+    def say(self, text: str) -> None:
+        """Show a line that is not a rank's."""
+        self.end_notice()
+        print(text, flush=True)
+
+    def read_from(self, folder: JobFolder) -> None:
+        """Take displays from another folder from now on: that of a new attempt."""
+        self._folder = folder
 
     def line(self, rank: int, text: str) -> None:
         """Show a finished line."""
@@ -190,25 +303,15 @@ def build_job(options: CellOptions, prepared: PreparedCell, token: str) -> Job:
 
 def run_job(
     folder: JobFolder, options: CellOptions, show: OutputReader, namespace: Mapping[str, Any], ranks: RankStarter
-) -> None:
-    """Run the ranks of a cell to their end.
+) -> JobFolder:
+    """Run the ranks of a cell to their end; return the folder in which they left their outputs.
 
     Raises:
         RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out.
         RanksInterrupted: if a person interrupted the kernel.
     """
     try:
-        ranks.wait_until_ready()
-        run_ranks(
-            [sys.executable, "-c", BOOT, str(folder.path)],
-            options.nproc,
-            starter=partial(ranks.start, folder.path),
-            timeout_s=options.timeout_s,
-            env=RANK_ENVIRONMENT,
-            on_line=show.line,
-            on_progress=show.progress,
-            private_dir=folder.path,
-        )
+        return launch(folder, options, show, ranks)
     except KeyboardInterrupt:
         raise RanksInterrupted(f"all {options.nproc} ranks were stopped; nothing is left running") from None
     except RankTimeout as error:
@@ -218,13 +321,43 @@ def run_job(
             ends=error.ends,
         ) from None
     except RankFailure as error:
-        failure = build_failure(error.ends, folder.read_reports(), folder.read_done())
+        failure = error
+        if options.launcher != "elastic":  # there the reports are those of the last attempt, and have been read
+            failure = build_failure(error.ends, folder.read_reports(), folder.read_done())
         hint = explain_missing_name(failure.rank_traceback, namespace)
         if hint:
             failure.args = (f"{failure}\n{hint}",)
         raise failure from None
     finally:
         show.end_notice(wait=False)
+
+
+def launch(folder: JobFolder, options: CellOptions, show: OutputReader, ranks: RankStarter) -> JobFolder:
+    """Start the ranks as `--launcher` says and wait for them; return the folder in which they left their outputs."""
+    if options.launcher == "elastic":
+        return run_elastic(
+            folder,
+            options,
+            env=RANK_ENVIRONMENT,
+            on_line=show.line,
+            on_progress=show.progress,
+            on_attempt=show.read_from,
+            say=show.say,
+        ).folder
+    is_forked = options.launcher == "fork"
+    if is_forked:
+        ranks.wait_until_ready()
+    run_ranks(
+        [sys.executable, "-c", BOOT, str(folder.path)],
+        options.nproc,
+        starter=partial(ranks.start, folder.path) if is_forked else None,
+        timeout_s=options.timeout_s,
+        env=RANK_ENVIRONMENT,
+        on_line=show.line,
+        on_progress=show.progress,
+        private_dir=folder.path,
+    )
+    return folder
 
 
 def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:
@@ -268,4 +401,6 @@ def register(ipython: object) -> None:
     """
     if not isinstance(ipython, InteractiveShell):
         raise TypeError(f"{ipython!r} is not an IPython shell: use %load_ext vlmcourse in a notebook")
-    ipython.register_magics(TorchrunMagics)
+    magics = TorchrunMagics(ipython)
+    ipython.register_magics(magics)
+    complete_torchrun(ipython, magics.subcommands)

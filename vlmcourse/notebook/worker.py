@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     rank = int(os.environ["RANK"])
     job_folder = JobFolder(Path(folder))
     try:
-        run_job(job_folder, rank)
+        run_job(job_folder)
     except BaseException as error:  # the rank's boundary: whatever it was, the notebook shows it
         # The launcher may be stopping this rank already, because of another: that must not cut the report short.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +49,7 @@ def main(folder: str) -> None:
         os._exit(1)
 
 
-def run_job(folder: JobFolder, rank: int) -> None:
+def run_job(folder: JobFolder) -> None:
     """Run the cell between joining and leaving the process group."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -66,19 +66,20 @@ def run_job(folder: JobFolder, rank: int) -> None:
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
     send_definitions_by_value()
     shell = get_shell()
-    connect_shell(shell, folder if rank == 0 else None, job.token)
+    is_shown = ranks.local_rank == 0  # rank 0, unless `torchrun` runs on several machines: each shows its own first
+    connect_shell(shell, folder if is_shown else None, job.token)
     # What the cell defines is in `__main__`, where pickle and multiprocessing look for it.
     sys.modules["__main__"] = shell.user_module
     namespace = shell.user_ns
     namespace.update(load_variables(folder.inputs.read_bytes()))
     namespace.update(rank=ranks.rank, local_rank=ranks.local_rank, world_size=ranks.world_size, device=ranks.device)
     try:
-        run_cell(job, shell, shows_value=rank == 0)
+        run_cell(job, shell, shows_value=is_shown)
     except Exception:
         show_figures()
         raise
     show_figures()
-    if rank == 0:
+    if is_shown:
         write_outputs(folder, job, namespace)
     leave_group(ranks, folder)
 

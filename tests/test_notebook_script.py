@@ -94,7 +94,9 @@ def test_the_saved_script_prints_under_torchrun_what_the_cell_printed(kernel: Ke
         x = 1; rank, total.sum().item()
     """)
     assert shown.error == shown.stderr == ""
-    saved, command, *_ = shown.stdout.splitlines()
+    what_stays = [kind if kind == "clear" else text for kind, text in shown.outputs if kind in ("clear", "text")]
+    last_clear = max((index for index, text in enumerate(what_stays) if text == "clear"), default=-1)
+    saved, command, *_ = "".join(what_stays[last_clear + 1 :]).splitlines()
     assert saved == "saved the cell as train.py, and weights, point as train.variables.pickle; run it with"
     assert command.split() == ["torchrun", "--standalone", "--nproc-per-node", "2", "train.py"]
     total = kernel.run("print(total)").stdout.strip()

@@ -136,10 +136,11 @@ class TorchrunMagics(Magics):
         prepared = prepare_cell(line, cell, shell.transform_cell)
         self._last_cell = options, prepared
         values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
-        if options.save or options.show:
-            leave_notebook(options, prepared, values)
-        if not options.show:
-            self._run(options, prepared, values)
+        told = leave_notebook(options, prepared, values)
+        if options.show:
+            print(told)
+        else:
+            self._run(options, prepared, values, told)
 
     @line_magic("torchrun")
     def torchrun_line(self, line: str) -> None:
@@ -169,16 +170,18 @@ class TorchrunMagics(Magics):
             raise CellOptionsError("%torchrun --show: no %%torchrun cell has run yet: run one first")
         options, prepared = self._last_cell
         values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
-        leave_notebook(replace(options, save="", show=True), prepared, values)
+        print(leave_notebook(replace(options, save="", show=True), prepared, values))
 
-    def _run(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> None:
-        """Run a cell to its end."""
+    def _run(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any], told: str) -> None:
+        """Run a cell to its end; `told` is shown before its output."""
         shell = self.shell
         assert shell is not None
         inputs = dump_variables("--in", values)
         printer: Printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
         with open_job_folder() as folder:
             show = OutputReader(folder, printer, shell.display_pub)
+            if told:
+                show.say(told)
             is_ready = False
             if options.launcher == "fork":
                 self.ranks.prepare()
@@ -192,17 +195,17 @@ class TorchrunMagics(Magics):
             shell.push(read_outputs(last_folder, options.out_names))
 
 
-def leave_notebook(options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> None:
-    """Write a cell as a script (`--save`), or print it with the commands that run it (`--show`).
+def leave_notebook(options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> str:
+    """Write a cell as a script (`--save`), and return what to tell the person: the script and its commands (`--show`).
 
     Raises:
         ScriptError: if something in the cell works only in a notebook, or the file is not to be replaced.
     """
+    if not options.save and not options.show:
+        return ""
     script = build_script(options, prepared, values)
-    if options.save:
-        print(save_script(script, options, values))
-    if options.show:
-        print(describe_script(script, options))
+    told = [save_script(script, options, values)] if options.save else []
+    return "\n\n".join([*told, describe_script(script, options)] if options.show else told)
 
 
 class OutputReader:
@@ -215,6 +218,8 @@ class OutputReader:
         self._display_pub = display_pub
         start, _, end = MARK.format(token=self.token, number="|").partition("|")
         self._has_notice = False
+        self._said: list[str] = []
+        """Lines that were shown before a notice, and must outlast it."""
         self._mark = re.compile(re.escape(start) + r"(\d+)" + re.escape(end))
 
     def notice(self, text: str) -> None:
@@ -228,10 +233,13 @@ class OutputReader:
             self._has_notice = False
             sys.stdout.flush()
             self._display_pub.clear_output(wait=wait)
+            if self._said:
+                print(*self._said, sep="\n", flush=True)
 
     def say(self, text: str) -> None:
-        """Show a line that is not a rank's."""
+        """Show a line that is not a rank's; it stays."""
         self.end_notice()
+        self._said.append(text)
         print(text, flush=True)
 
     def read_from(self, folder: JobFolder) -> None:

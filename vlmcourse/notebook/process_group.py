@@ -64,7 +64,9 @@ def accept_second_init(ranks: Ranks) -> None:
 def leave_group(ranks: Ranks, folder: JobFolder) -> None:
     """Leave the process group at the end of a cell; rank 0 leaves last, because the others' store lives in it."""
     folder.write_done(ranks.rank)
-    if ranks.is_main and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # there the store lives in `torchrun`
+    if (
+        ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ):  # there the store lives in `torchrun`
         end_s = time.monotonic() + LEAVE_LAST_S
         while len(folder.read_done()) < ranks.world_size and time.monotonic() < end_s:
             time.sleep(0.002)

@@ -78,7 +78,7 @@ def test_a_cell_succeeds_after_a_restart_with_everything_that_a_cell_has(kernel:
     assert shown.error == shown.stderr == ""
     lines = shown.stdout.splitlines()
     note = "torchrun starts all ranks again (restart 1 of at most 3): "
-    assert f"{note}rank 1 of 2 failed in cell, line 13: ValueError: lost" in lines
+    assert f"{note}rank 1 of 2 failed in cell, line 14: ValueError: lost" in lines
     assert lines[-1] == "every rank ended well, after 1 restart"
     once = ["native", "native", "half a line"]
     assert shown.lines(1) == [

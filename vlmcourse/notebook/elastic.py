@@ -8,7 +8,6 @@ prints of its own is read for how ranks ended, and shown only where nothing else
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from vlmcourse.notebook.launcher import build_environment
 from vlmcourse.notebook.options import CellOptions
 from vlmcourse.notebook.rank_group import OnText
 from vlmcourse.notebook.starting import DirectRank
-from vlmcourse.notebook.torchrun_command import DEFAULT_PORT, LOOPBACK, Meeting, format_command, torchrun_flags
+from vlmcourse.notebook.torchrun_command import LOOPBACK, find_endpoint, format_command, torchrun_flags
 
 SHUTDOWN_S = 2
 """How long ranks may take to end once `torchrun` has asked them to."""
@@ -68,13 +67,9 @@ def run_elastic(
             say(describe_restart(group, options))
         on_attempt(attempt.folder)
 
-    meeting = Meeting(
-        endpoint=options.rdzv_endpoint or f"{socket.gethostname()}:{DEFAULT_PORT}",
-        run_id=folder.path.name.rpartition("-")[2],
-    )
     if options.nnodes[1] > 1:
-        say(describe_waiting(options, meeting))
-    command = build_command(folder, options, meeting)
+        say(describe_waiting(options))
+    command = build_command(folder, options)
     environment = build_environment(0, options.nproc, 0, {**env, "LOGLEVEL": "WARNING"})
     for name in RANK_VARIABLES:
         del environment[name]
@@ -91,7 +86,7 @@ def run_elastic(
     finally:
         group.close()
     if was_running:
-        raise RankTimeout(describe_timeout(group, options, meeting), ends=list_ends(group))
+        raise RankTimeout(describe_timeout(group, options), ends=list_ends(group))
     if group.ends[0].exit_code != 0:
         raise explain_failure(group)
     num_restarts = group.attempts[-1].restart_count
@@ -100,20 +95,20 @@ def run_elastic(
     return ElasticResult(group.attempts[-1].folder, num_restarts)
 
 
-def build_command(folder: JobFolder, options: CellOptions, meeting: Meeting) -> list[str]:
+def build_command(folder: JobFolder, options: CellOptions) -> list[str]:
     """Return the command that starts `torchrun` on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun_flags(options, meeting)]
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun_flags(options)]
     if options.nnodes[1] == 1:
         command += ["--local-addr", LOOPBACK]  # else the ranks look for each other under this machine's public name
     command += ["--shutdown-timeout", str(SHUTDOWN_S), "--log-dir", str(folder.path / "torchrun")]
     return [*command, "--no-python", sys.executable, "-u", "-c", ELASTIC_BOOT, str(folder.path)]
 
 
-def describe_waiting(options: CellOptions, meeting: Meeting) -> str:
+def describe_waiting(options: CellOptions) -> str:
     """Say what to run on the other machines."""
     fewest, most = options.nnodes
     others = f"{fewest - 1} to {most - 1} other machines" if fewest < most else count(most - 1, "other machine")
-    command = format_command(options, Path(options.save).name, meeting)
+    command = format_command(options, Path(options.save).name)
     return f"waiting for {others}: copy {options.save} there, and run in its folder\n  {command}"
 
 
@@ -131,14 +126,14 @@ def describe_restart(group: ElasticGroup, options: CellOptions) -> str:
     return f"torchrun starts all ranks again ({number}): {reason}"
 
 
-def describe_timeout(group: ElasticGroup, options: CellOptions, meeting: Meeting) -> str:
+def describe_timeout(group: ElasticGroup, options: CellOptions) -> str:
     """Say what was still running, or was still waited for, when the time was up."""
     limit = f"{options.timeout_s:g} s, the limit of this run"
     if group.attempts:
         ranks = sorted(group.attempts[-1].rank_of_pid.values())
         return f"torchrun and its {name_ranks(ranks)} were stopped after {limit}"
     if options.nnodes[1] > 1:
-        return f"no rank had started after {limit}: the other machines did not come to {meeting.endpoint}"
+        return f"no rank had started after {limit}: the other machines did not come to {find_endpoint(options)}"
     return f"no rank had started after {limit}"
 
 

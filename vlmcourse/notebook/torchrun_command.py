@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
+import socket
 
 from vlmcourse.notebook.options import CellOptions
 
@@ -14,17 +14,16 @@ DEFAULT_PORT = 29400
 SECONDS_PER_MINUTE = 60
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the `torchrun` processes of several machines find each other."""
-
-    endpoint: str
-    """`HOST:PORT`."""
-    run_id: str
-    """Tells this run from others that meet there."""
+RUN_ID = "vlmcourse"
+"""What every machine calls the run; always the same, so that a command can be used again."""
 
 
-def torchrun_flags(options: CellOptions, meeting: Meeting) -> list[str]:
+def find_endpoint(options: CellOptions) -> str:
+    """Return `HOST:PORT` where the `torchrun` processes of several machines find each other: here, unless said."""
+    return options.rdzv_endpoint or f"{socket.gethostname()}:{DEFAULT_PORT}"
+
+
+def torchrun_flags(options: CellOptions) -> list[str]:
     """Return what `torchrun` is told on the command line, before the script."""
     flags = ["--nproc-per-node", str(options.nproc)]
     if options.max_restarts:
@@ -32,22 +31,16 @@ def torchrun_flags(options: CellOptions, meeting: Meeting) -> list[str]:
     if options.nnodes[1] == 1:
         return ["--standalone", *flags]
     flags = ["--nnodes", _name_nodes(options), *flags]
-    flags += ["--rdzv-backend", "c10d", "--rdzv-id", meeting.run_id, "--rdzv-endpoint", meeting.endpoint]
-    if meeting.endpoint.rpartition(":")[0] in (LOOPBACK, "localhost"):
+    endpoint = find_endpoint(options)
+    flags += ["--rdzv-backend", "c10d", "--rdzv-id", RUN_ID, "--rdzv-endpoint", endpoint]
+    if endpoint.rpartition(":")[0] in (LOOPBACK, "localhost"):
         flags += ["--local-addr", LOOPBACK]
     return flags
 
 
-def format_command(options: CellOptions, script: str, meeting: Meeting | None = None) -> str:
-    """Return the command that runs a script as the cell runs.
-
-    Args:
-        options: of the cell.
-        script: the name of the file.
-        meeting: where several machines meet; by default the name of one of them is left to fill in.
-    """
-    meeting = meeting or Meeting(options.rdzv_endpoint or f"FIRST_HOST:{DEFAULT_PORT}", run_id="vlmcourse")
-    return shlex.join(["torchrun", *torchrun_flags(options, meeting), script])
+def format_command(options: CellOptions, script: str) -> str:
+    """Return the command that runs a script as the cell runs."""
+    return shlex.join(["torchrun", *torchrun_flags(options), script])
 
 
 def format_slurm(options: CellOptions, script: str) -> str:

@@ -26,7 +26,7 @@ def kernel() -> Iterator[Kernel]:
 def complete(kernel: Kernel, text: str) -> list[str]:
     """Return what each answer would make of the whole text; `|` is the cursor."""
     before, _, after = text.partition("|")
-    reply = kernel.client.complete(before + after, len(before), reply=True, timeout=60)["content"]
+    reply = kernel.client.complete(before + after, len(before), reply=True, timeout=60)["content"]  # type: ignore[call-arg]
     return [before[: reply["cursor_start"]] + match for match in reply["matches"]]
 
 

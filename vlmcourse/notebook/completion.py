@@ -41,7 +41,7 @@ def complete_torchrun(shell: InteractiveShell, subcommands: Mapping[str, Subcomm
     completer = shell.Completer
     assert completer is not None
     others = [known for known in completer.custom_matchers if getattr(known, "matcher_identifier", "") != "vlmcourse"]
-    completer.custom_matchers[:] = [*others, match]
+    completer.custom_matchers[:] = [*others, match]  # type: ignore[list-item]
 
 
 def list_completions(

@@ -38,6 +38,8 @@ WHAT_TO_DO = {
     "getoutput": "a shell line works only in a notebook: use subprocess.run(), or leave it out",
 }
 
+AWAIT_IN_FUNCTIONS = "a script awaits only inside functions: put it into one, and call asyncio.run()"
+
 
 class ScriptError(ValueError):
     """A cell cannot become a script, or the script cannot be written."""
@@ -106,10 +108,10 @@ def find_problems(tree: ast.Module, prepared: PreparedCell) -> list[str]:
             elif name == "get_ipython":
                 found.setdefault(node.lineno, "there is no IPython in a script: leave it out")
     for node in _walk_top_level(tree):
-        is_async = isinstance(node, ast.comprehension) and node.is_async
-        if is_async or isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith):
-            line = node.target.lineno if isinstance(node, ast.comprehension) else node.lineno
-            found[line] = "a script awaits only inside functions: put it into one, and call asyncio.run()"
+        if isinstance(node, ast.comprehension) and node.is_async:
+            found[node.target.lineno] = AWAIT_IN_FUNCTIONS
+        elif isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith):
+            found[node.lineno] = AWAIT_IN_FUNCTIONS
     shown = prepared.shown_lines
     return [
         f"line {line}: {shown[line - 1].strip() if line <= len(shown) else ''}: {reason}"

@@ -114,16 +114,23 @@ def test_a_failure_reads_as_with_the_other_launchers(kernel: Kernel) -> None:
 
 
 @pytest.mark.notebook
-def test_a_killed_rank_is_named_in_every_attempt(kernel: Kernel) -> None:
-    shown = kernel.run("""%%torchrun -n 2 --launcher elastic --max-restarts 1
+def test_every_attempt_is_told_from_the_others_and_a_killed_rank_is_named(kernel: Kernel) -> None:
+    shown = kernel.run("""%%torchrun -n 2 --launcher elastic --max-restarts 2
         import os, signal, time
-        if rank == 1:
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt == 1 and rank == 0:
+            raise ValueError("in the middle")
+        if attempt != 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
     """)
     killed = "rank 1 of 2 was killed by SIGKILL (the machine probably ran out of memory, or someone killed it)"
-    assert f"torchrun starts all ranks again (restart 1 of at most 1): {killed}" in shown.stdout.splitlines()
-    assert shown.error == f"RankFailure: {killed}\n  rank 0: stopped\n  this was after 1 restart by torchrun"
+    assert [line for line in shown.stdout.splitlines() if line.startswith("torchrun")] == [
+        f"torchrun starts all ranks again (restart 1 of at most 2): {killed}",
+        "torchrun starts all ranks again (restart 2 of at most 2): rank 0 of 2 failed in cell, line 5: "
+        "ValueError: in the middle",
+    ]
+    assert shown.error == f"RankFailure: {killed}\n  rank 0: stopped\n  this was after 2 restarts by torchrun"
     assert kernel.processes() == []
 
 

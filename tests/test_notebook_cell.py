@@ -9,8 +9,8 @@ import torch
 from IPython.core.inputtransformer2 import TransformerManager
 
 from vlmcourse.notebook.cell import CellSyntaxError, prepare_cell
+from vlmcourse.notebook.cell_run import explain_missing_name, select_variables
 from vlmcourse.notebook.jobs import Job, open_job_folder, write_private
-from vlmcourse.notebook.magic import explain_missing_name, select_variables
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
 from vlmcourse.notebook.worker import write_outputs

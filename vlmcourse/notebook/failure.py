@@ -150,7 +150,10 @@ def find_root(ends: Sequence[RankEnd], reports: Mapping[int, RankReport]) -> Ran
 
 
 def build_failure(
-    ends: Sequence[RankEnd], reports: Mapping[int, RankReport], finished: Collection[int] = ()
+    ends: Sequence[RankEnd],
+    reports: Mapping[int, RankReport],
+    finished: Collection[int] = (),
+    world_size: int | None = None,
 ) -> RankFailure:
     """Make the exception that names the first failing rank, with one line for what became of the others.
 
@@ -158,6 +161,7 @@ def build_failure(
         ends: how every rank ended.
         reports: the exceptions that ranks wrote down, by rank.
         finished: ranks that had run their code to its end, even if they were stopped afterwards.
+        world_size: how many ranks there are, where some are on other machines; by default as many as `ends`.
     """
     root = find_root(ends, reports)
     report = reports.get(root.rank)
@@ -170,7 +174,7 @@ def build_failure(
         reason = f"failed{where}: it waited for {name_ranks(left_early)}, which had finished without joining in"
     else:
         reason = f"failed{where}: {report.summary}"
-    message = "\n".join([f"rank {root.rank} of {len(ends)} {reason}", *_fold(others)])
+    message = "\n".join([f"rank {root.rank} of {world_size or len(ends)} {reason}", *_fold(others)])
     traceback = report.traceback if report is not None else ""
     return RankFailure(message, rank=root.rank, ends=ends, rank_traceback=traceback)
 

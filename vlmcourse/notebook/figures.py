@@ -22,7 +22,7 @@ SEEN: weakref.WeakSet[Figure] = weakref.WeakSet()
 def show(*_: object, **__: object) -> None:
     """Show and close all open figures."""
     for manager in Gcf.get_all_fig_managers():
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             display(manager.canvas.figure)
     Gcf.destroy_all()
 

@@ -28,11 +28,14 @@ MARK = "\x1b_{token}:{number}\x1b\\"
 CELL_END = "\x1b_{token}/{content}\x1b\\"
 """Tells that a rank of a session has finished a cell: `content` is `FAILED NUMBER_OF_ITS_LAST_COLLECTIVE`."""
 
-BOOT = (
+_BOOT_MODULE = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['sys_path']; "
-    "from vlmcourse.notebook.worker import main; main(sys.argv.pop())"
+    "from vlmcourse.notebook.{} import main; main(sys.argv.pop())"
 )
+BOOT = _BOOT_MODULE.format("worker")
 """Run with `python -c BOOT FOLDER`: the rank finds modules where the notebook does."""
+ELASTIC_BOOT = _BOOT_MODULE.format("elastic_worker")
+"""The same for a rank that `torchrun` starts."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,14 @@ class JobFolder:
     def write_inputs(self, data: bytes) -> None:
         """Leave the packed variables that every rank starts with."""
         write_private(self.inputs, data)
+
+    def add_attempt(self, name: str) -> JobFolder:
+        """Make a folder for one more run of the same cell, whose reports and displays are its own."""
+        attempt = JobFolder(self.path / name)
+        attempt.path.mkdir(mode=0o700)
+        for file in (self.path / "job.json", self.inputs):
+            (attempt.path / file.name).symlink_to(file)
+        return attempt
 
     def read_job(self) -> Job:
         """Return the cell to run."""

@@ -1,44 +1,37 @@
-"""`%%torchrun` in the notebook: a cell and its flags in; printed lines, figures and variables out, or an exception.
+"""`%%torchrun`, `%%rank` and `%torchrun` as a person types them: flags and help here, the work in other modules.
 
 This module imports no torch: `%load_ext vlmcourse` takes a blink, and the kernel stays free of CUDA.
 """
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import re
-import secrets
 import shutil
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from types import ModuleType
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
-from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
-from vlmcourse.notebook.folding import FoldingPrinter
-from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
-from vlmcourse.notebook.launcher import run_ranks
+from vlmcourse.notebook.cell_run import (
+    RanksInterrupted,
+    add_hint,
+    build_job,
+    read_outputs,
+    run_job,
+    select_variables,
+)
+from vlmcourse.notebook.completion import complete_torchrun
+from vlmcourse.notebook.jobs import open_job_folder
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options, read_ranks
+from vlmcourse.notebook.output_reader import OutputReader, make_printer
+from vlmcourse.notebook.script import build_script, describe_script, save_script
 from vlmcourse.notebook.session import SessionEnded
 from vlmcourse.notebook.session_commands import SessionCommands
-from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
-from vlmcourse.notebook.streams import NotebookPrinter, TerminalPrinter
-from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
-
-
-class RanksInterrupted(KeyboardInterrupt):
-    """A person interrupted the cell; its ranks have been stopped."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+from vlmcourse.notebook.starting import RankStarter
+from vlmcourse.notebook.subcommands import Subcommand, run_subcommand
+from vlmcourse.notebook.variables import dump_variables
 
 
 @magics_class
@@ -50,20 +43,41 @@ class TorchrunMagics(Magics):
         super().__init__(shell)
         self.ranks = RankStarter()
         self.sessions = SessionCommands(self.ranks)
+        self.subcommands = {
+            "--show": Subcommand(self.show_last, "print the last cell as a script, and its commands"),
+            **self.sessions.table(),
+        }
+        self._last_cell: tuple[CellOptions, PreparedCell] | None = None
 
-    @line_cell_magic
-    def torchrun(self, line: str, cell: str | None = None) -> None:
+    @cell_magic
+    def torchrun(self, line: str, cell: str) -> None:
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
-        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--ranks RANK,...] [--timeout SECONDS]
+        %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS] [--ranks RANKS]
+                   [--launcher fork|direct|elastic] [--max-restarts TIMES] [--nnodes MACHINES]
+                   [--rdzv-endpoint HOST:PORT] [--save FILE.py] [--show]
 
         Flags:
           -n, --nproc RANKS   how many ranks (2). More than there are cores works, slowly. With a GPU for each rank
                               they talk by NCCL, else by gloo on the CPU, which they share fairly.
           --in a,b            variables of the notebook that every rank receives a copy of
           --out loss          variables of rank 0 that the notebook receives when the cell has ended
-          --ranks 0,2-3       show only what these ranks print; an error of any rank is raised all the same
           --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
+          --ranks 0,2-3       show only what these ranks print; all of them run, and an error of any is raised
+          --launcher HOW      fork (the default): ranks split off from a process that has imported torch, and start in
+                                a blink; where that is not possible, the same as direct
+                              direct: every rank is a new process, which imports torch itself
+                              elastic: the real torchrun starts the ranks; slower, and it can restart them
+          --save train.py     write the cell as a script that runs under plain torchrun, then run the cell
+          --show              print that script, its torchrun command and a Slurm batch script, and run nothing
+
+        Only with --launcher elastic:
+          --max-restarts 3    how often torchrun starts all ranks again after one has failed (0). They begin the cell
+                              anew: TORCHELASTIC_RESTART_COUNT in os.environ says how often that has happened
+          --nnodes 2          how many machines take part, or the fewest and the most, such as 1:2. The cell says what
+                              to run on the others (with --save), and waits for them. -n counts the ranks of one
+                              machine; the notebook shows those of its own, and --out comes from the first of them
+          --rdzv-endpoint HOST:PORT   where the machines meet (this one, port 29400)
 
         Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
         `vlmcourse.parallel.mesh.init_ranks()`, which returns what is known about this rank) and these variables:
@@ -71,13 +85,20 @@ class TorchrunMagics(Magics):
           world_size          how many ranks there are
           device              where this rank's tensors belong: cpu, cuda:0, ...
 
-        What ranks print appears line by line with the rank in front; a line that several print at about the same time
-        appears once, as in `[0-3] text`. Of very many lines, the first and the last are shown, and a file has all.
-        Figures, `display(...)` and the value of the last expression are shown for rank 0. An exception on any rank
-        stops the others and is raised here, as RankFailure with the rank's own traceback. Interrupting the cell stops
-        all ranks; nothing stays running.
+        What ranks print appears line by line with the rank in front; what several print alike, once, as [0-3]. Figures,
+        `display(...)` and pictures and tables as the last expression are shown for rank 0; a last expression that is
+        text, for every rank. An exception on any rank stops the others and is raised here, as RankFailure with the
+        rank's own traceback. Interrupting the cell stops all ranks; nothing stays running.
 
         Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
+
+        Sessions, whose ranks stay alive and keep their variables from cell to cell:
+          %torchrun start -n 4    start one: %%torchrun cells now run in its ranks, until it is stopped
+          %%rank 0,2              run a cell on some of its ranks
+          %torchrun status        show its ranks and what they are doing
+          %torchrun restart       empty ranks instead, as many as before
+          %torchrun stop          end it
+        %torchrun --show does for the last cell what %%torchrun --show does for this one.
 
         Examples:
           %%torchrun -n 2
@@ -92,27 +113,86 @@ class TorchrunMagics(Magics):
           %%torchrun -n 2 --timeout 30
           if rank == 0:
               dist.barrier()   # rank 1 never comes: an error after 15 s that names this line
+
+          %%torchrun -n 8 --ranks 0
+          print("shown once")   # the other ranks print it too, unseen
+
+          %%torchrun --launcher elastic --max-restarts 2
+          import os
+          if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+              raise RuntimeError("lost")   # torchrun starts both ranks again, and the cell succeeds
+
+          %%torchrun -n 8 --launcher elastic --nnodes 2 --rdzv-endpoint node1:29400 --save train.py
+          print(rank, "of", world_size)   # of 16, once the command that the cell prints runs on the other machine
+
+          %%torchrun -n 2 --in learning_rate --save train.py
+          ...   # afterwards, in a terminal: torchrun --standalone --nproc-per-node 2 train.py
         """
         shell = self.shell
         assert shell is not None
-        if cell is None:
-            self.sessions.run_command(line)
-            return
         if self.sessions.current is not None:
-            self.run_in_session("%%torchrun", line, cell)
+            self._run_in_session("%%torchrun", line, cell)
             return
         options = parse_options(line)
         prepared = prepare_cell(f"%%torchrun {line}", cell, shell.transform_cell)
-        inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
+        self._last_cell = options, prepared
+        values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
+        told = leave_notebook(options, prepared, values)
+        if options.show:
+            print(told)
+        else:
+            self._run(options, prepared, values, told)
+
+    @line_magic("torchrun")
+    def torchrun_line(self, line: str) -> None:
+        """Work with what `%%torchrun` has run (`%%torchrun?` explains how cells run on several ranks).
+
+        %torchrun --show             print the last %%torchrun cell as a script, with its torchrun command and a Slurm
+                                     batch script; nothing is run
+        %torchrun start [-n RANKS]   start ranks that stay alive and keep their variables; %%torchrun and %%rank cells
+                                     then run in them
+        %torchrun status             show the ranks of the session and what they are doing
+        %torchrun stop               end the session; nothing is left running
+        %torchrun restart            end the session and start a new, empty one with as many ranks
+        """
+        run_subcommand(line, self.subcommands)
+
+    def show_last(self, rest: str) -> None:
+        """Print the last cell as a script, with its commands (`%torchrun --show`).
+
+        Raises:
+            CellOptionsError: if there is none yet, or more was said than `--show`.
+        """
+        shell = self.shell
+        assert shell is not None
+        if rest:
+            raise CellOptionsError(f"%torchrun --show {rest}: it takes nothing else; remove {rest!r}")
+        if self._last_cell is None:
+            raise CellOptionsError("%torchrun --show: no %%torchrun cell has run yet: run one first")
+        options, prepared = self._last_cell
+        values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
+        print(leave_notebook(replace(options, save="", show=True), prepared, values))
+
+    def _run(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any], told: str) -> None:
+        """Run a cell to its end; `told` is shown before its output."""
+        shell = self.shell
+        assert shell is not None
+        inputs = dump_variables("--in", values)
         with open_job_folder() as folder:
             show = OutputReader(folder, make_printer(shell, options), shell.display_pub)
-            self.ranks.prepare()
-            if hasattr(shell, "kernel") and not self.ranks.is_ready:
-                show.notice(f"starting {options.nproc} ranks: the first time they wait for torch to be imported ...")
+            if told:
+                show.say(told)
+            is_ready = False
+            if options.launcher == "fork":
+                self.ranks.prepare()
+                is_ready = self.ranks.is_ready
+            if hasattr(shell, "kernel") and not is_ready:
+                when = "the first time they" if options.launcher == "fork" else "they"
+                show.notice(f"starting {options.nproc} ranks: {when} wait for torch to be imported ...")
             folder.write_inputs(inputs)
             folder.write_job(build_job(options, prepared, show.token))
-            run_job(folder, options, show, shell.user_ns, self.ranks)
-            shell.push(read_outputs(folder, options.out_names))
+            last_folder = run_job(folder, options, show, shell.user_ns, self.ranks)
+            shell.push(read_outputs(last_folder, options.out_names))
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
@@ -129,9 +209,9 @@ class TorchrunMagics(Magics):
         """
         choice, _, flags = line.strip().partition(" ")
         ranks = read_ranks("%%rank", choice, self.sessions.get("%%rank").nproc)
-        self.run_in_session(f"%%rank {choice}", flags, cell, ranks)
+        self._run_in_session(f"%%rank {choice}", flags, cell, ranks)
 
-    def run_in_session(self, magic: str, flags: str, cell: str, ranks: Sequence[int] = ()) -> None:
+    def _run_in_session(self, magic: str, flags: str, cell: str, ranks: Sequence[int] = ()) -> None:
         """Run a cell on the ranks of the session that is there: all of them if `ranks` names none."""
         shell = self.shell
         assert shell is not None
@@ -139,7 +219,10 @@ class TorchrunMagics(Magics):
         ranks = ranks or range(session.nproc)
         options = self.sessions.adapt(parse_options(flags, session.nproc))
         prepared = prepare_cell(f"{magic} {flags}", cell, shell.transform_cell)
-        inputs = dump_variables("--in", select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden))
+        values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
+        if not self._leave_session(options, prepared, values):
+            return
+        inputs = dump_variables("--in", values)
         folder = session.make_cell_folder()
         try:
             show = OutputReader(folder, make_printer(shell, options, ranks), shell.display_pub)
@@ -159,200 +242,26 @@ class TorchrunMagics(Magics):
         finally:
             shutil.rmtree(folder.path, ignore_errors=True)
 
-
-def make_printer(shell: InteractiveShell, options: CellOptions, ranks: Sequence[int] = ()) -> FoldingPrinter:
-    """Return what shows the output of ranks (by default all) to a person, in a notebook or in IPython in a terminal."""
-    printer = NotebookPrinter() if hasattr(shell, "kernel") else TerminalPrinter()
-    return FoldingPrinter(printer, options.shown_ranks or ranks or range(options.nproc))
-
-
-class OutputReader:
-    """Shows what ranks print, and what rank 0 displays, in the order in which it was printed."""
-
-    def __init__(self, folder: JobFolder, printer: FoldingPrinter, display_pub: DisplayPublisher) -> None:
-        self.token = secrets.token_hex(8)
-        self._folder = folder
-        self._printer = printer
-        self._display_pub = display_pub
-        start, _, end = MARK.format(token=self.token, number="|").partition("|")
-        self._has_notice = False
-        self._mark_start = start
-        self._mark = re.compile(re.escape(start) + r"(\d*)" + re.escape(end))
-
-    def notice(self, text: str) -> None:
-        """Show a line that the first output of a rank replaces."""
-        print(text, flush=True)
-        self._has_notice = True
-
-    def end_notice(self, wait: bool = True) -> None:
-        """Take the notice away, when the next output comes (`wait`) or at once."""
-        if self._has_notice:
-            self._has_notice = False
-            sys.stdout.flush()
-            self._display_pub.clear_output(wait=wait)
-
-    def line(self, rank: int, text: str) -> None:
-        """Show a finished line, or what it announces."""
-        if rank not in self._printer.ranks:
-            for number in filter(None, self._mark.findall(text)):
-                self._folder.take_display(int(number))
-            return
-        self.end_notice()
-        if self._mark_start not in text:
-            self._printer.line(rank, text)
-            return
-        before, *marked = self._mark.split(text)
-        if before or not marked:
-            self._printer.line(rank, before)
-        for number, after in zip(marked[::2], marked[1::2], strict=True):
-            if number:
-                self._show(rank, self._folder.take_display(int(number)))
-            if after:
-                self._printer.line(rank, after)
-
-    def progress(self, rank: int, text: str) -> None:
-        """Show the present state of a progress bar."""
-        if rank in self._printer.ranks and not self._mark.search(text):
-            self.end_notice()
-            self._printer.progress(rank, text)
-
-    def idle(self) -> None:
-        """Show what has been held back long enough."""
-        self._printer.idle()
-
-    def finish(self) -> None:
-        """Show everything that is held back; a notice that nothing has replaced goes."""
-        self._printer.finish()
-        self.end_notice(wait=False)
-
-    def _show(self, rank: int, message: dict[str, Any]) -> None:
-        if message.pop("clear", False):
-            self._printer.make_room(rank)
-            self._display_pub.clear_output(**message)
-        elif set(message["data"]) <= {"text/plain"} and not message["transient"]:
-            for line in message["data"].get("text/plain", "").splitlines():
-                self._printer.line(rank, line)
-        else:
-            self._printer.make_room(rank)
-            self._display_pub.publish(**message)
+    def _leave_session(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> bool:
+        """Show or save a session's cell as a script; return whether it is to be run."""
+        self._last_cell = options, prepared
+        told = leave_notebook(options, prepared, values)
+        if told:
+            print(told)
+        return not options.show
 
 
-def select_variables(
-    names: tuple[str, ...], namespace: Mapping[str, Any], hidden: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the variables of `--in`.
-
-    Args:
-        names: what was asked for.
-        namespace: the notebook's variables.
-        hidden: those that IPython put there.
+def leave_notebook(options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> str:
+    """Write a cell as a script (`--save`), and return what to tell the person: the script and its commands (`--show`).
 
     Raises:
-        CellOptionsError: if the notebook has no such variable.
+        ScriptError: if something in the cell works only in a notebook, or the file is not to be replaced.
     """
-    for name in names:
-        if name not in namespace:
-            own = [known for known in namespace if not known.startswith("_") and known not in hidden]
-            hint = f" ({did_you_mean(name, own)})" if own else ""
-            raise CellOptionsError(
-                f"--in {name}: the notebook has no variable {name!r}: run the cell that assigns it first{hint}"
-            )
-    return {name: namespace[name] for name in names}
-
-
-def build_job(options: CellOptions, prepared: PreparedCell, token: str, *, main_rank: int = 0) -> Job:
-    """Gather what the ranks need to know about a cell."""
-    return Job(
-        source=prepared.source,
-        shown_lines=prepared.shown_lines,
-        shows_last_value=prepared.shows_last_value,
-        out_names=list(options.out_names),
-        timeout_s=options.timeout_s,
-        sys_path=readable_path(),
-        token=token,
-        main_rank=main_rank,
-    )
-
-
-def run_job(
-    folder: JobFolder, options: CellOptions, show: OutputReader, namespace: Mapping[str, Any], ranks: RankStarter
-) -> None:
-    """Run the ranks of a cell to their end.
-
-    Raises:
-        RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out.
-        RanksInterrupted: if a person interrupted the kernel.
-    """
-    try:
-        ranks.wait_until_ready()
-        run_ranks(
-            [sys.executable, "-c", BOOT, str(folder.path)],
-            options.nproc,
-            starter=partial(ranks.start, folder.path),
-            timeout_s=options.timeout_s,
-            env=RANK_ENVIRONMENT,
-            on_line=show.line,
-            on_progress=show.progress,
-            on_idle=show.idle,
-            private_dir=folder.path,
-        )
-    except KeyboardInterrupt:
-        raise RanksInterrupted(f"all {options.nproc} ranks were stopped; nothing is left running") from None
-    except RankTimeout as error:
-        raise RankTimeout(
-            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS, or look "
-            "for a rank that waits for another",
-            ends=error.ends,
-        ) from None
-    except RankFailure as error:
-        with add_hint(namespace):
-            raise build_failure(error.ends, folder.read_reports(), folder.read_done()) from None
-    finally:
-        show.finish()
-
-
-@contextlib.contextmanager
-def add_hint(namespace: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a failure how a rank gets the name that it has not."""
-    try:
-        yield
-    except RankFailure as failure:
-        if hint := explain_missing_name(failure.rank_traceback, namespace):
-            failure.args = (f"{failure}\n{hint}",)
-        raise
-
-
-def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:
-    """Say how a rank gets a name that it has not; empty where that was not the problem."""
-    found = re.search(r"^NameError: name '(\w+)' is not defined", rank_traceback, re.MULTILINE)
-    if found is None or hasattr(builtins, found[1]):
+    if not options.save and not options.show:
         return ""
-    name = found[1]
-    if name not in namespace:
-        return f"  Ranks start empty but for rank, world_size and device: define {name} inside the cell."
-    value = namespace[name]
-    if isinstance(value, ModuleType):
-        statement = f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
-        return f"  Ranks start empty: `{statement}` inside the cell."
-    return f"  Ranks start empty: send the notebook's {name} with --in {name}, or define it inside the cell."
-
-
-def read_outputs(folder: JobFolder, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the variables of `--out` that rank 0 has left.
-
-    Raises:
-        CannotTravelError: if there are none: the cell did not assign one, or it cannot be pickled.
-    """
-    if folder.output_problem.exists():
-        raise CannotTravelError(folder.output_problem.read_text(encoding="utf-8"))
-    if not names:
-        return {}
-    if not folder.outputs.exists():
-        raise CannotTravelError(
-            f"--out {', '.join(names)}: rank 0 ended before the cell did, so its variables are lost: "
-            "let it run to the end"
-        )
-    return load_variables(folder.outputs.read_bytes())
+    script = build_script(options, prepared, values)
+    told = [save_script(script, options, values)] if options.save else []
+    return "\n\n".join([*told, describe_script(script, options)] if options.show else told)
 
 
 def register(ipython: object) -> None:
@@ -363,4 +272,6 @@ def register(ipython: object) -> None:
     """
     if not isinstance(ipython, InteractiveShell):
         raise TypeError(f"{ipython!r} is not an IPython shell: use %load_ext vlmcourse in a notebook")
-    ipython.register_magics(TorchrunMagics)
+    magics = TorchrunMagics(ipython)
+    ipython.register_magics(magics)
+    complete_torchrun(ipython, magics.subcommands)

@@ -15,7 +15,11 @@ from vlmcourse.notebook.launcher import check_rank_count
 
 DEFAULT_RANKS = 2
 DEFAULT_TIMEOUT_S = 300.0
-FLAGS = ("-n", "--nproc", "--in", "--out", "--ranks", "--timeout")
+DEFAULT_LAUNCHER = "fork"
+LAUNCHERS = ("fork", "direct", "elastic")
+"""Ways to start ranks: forked from a process that has imported torch, as new processes, or by the real `torchrun`."""
+ELASTIC_FLAGS = ("--max-restarts", "--nnodes", "--rdzv-endpoint")
+FLAGS = ("-n", "--nproc", "--in", "--out", "--ranks", "--timeout", "--launcher", *ELASTIC_FLAGS, "--save", "--show")
 PREDEFINED = ("rank", "local_rank", "world_size", "device")
 """Variables that every rank has before the cell's first line."""
 
@@ -39,6 +43,17 @@ class CellOptions:
     """The ranks whose output is shown; empty for all."""
     explicit: frozenset[str] = field(default=frozenset(), compare=False)
     """Those of nproc and timeout that the line names; a session has its own where it does not."""
+    launcher: str = DEFAULT_LAUNCHER
+    max_restarts: int = 0
+    """How often `torchrun` starts all ranks again after one has failed."""
+    nnodes: tuple[int, int] = (1, 1)
+    """The fewest and the most machines that may take part."""
+    rdzv_endpoint: str = ""
+    """`HOST:PORT` where the machines meet; empty where nobody said."""
+    save: str = ""
+    """The file that the cell is written to as a script; empty where it is not."""
+    show: bool = False
+    """Whether script and commands are printed, and nothing is run."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,6 +78,12 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
     parser.add_argument("--out", dest="out_names", nargs="+", action="extend", default=[])
     parser.add_argument("--ranks")
     parser.add_argument("--timeout", type=_read_seconds)
+    parser.add_argument("--launcher", type=_read_launcher, default=DEFAULT_LAUNCHER)
+    parser.add_argument("--max-restarts", type=_read_restarts)
+    parser.add_argument("--nnodes", type=_read_nodes)
+    parser.add_argument("--rdzv-endpoint", type=_read_endpoint)
+    parser.add_argument("--save", type=_read_script_name)
+    parser.add_argument("--show", action="store_true")
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
@@ -81,14 +102,49 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
         )
     given = {name: value for name in ("nproc", "timeout") if (value := getattr(known, name)) is not None}
     nproc = given.get("nproc", default_nproc)
-    return CellOptions(
+    options = CellOptions(
         nproc=nproc,
         in_names=in_names,
         out_names=out_names,
         timeout_s=given.get("timeout", DEFAULT_TIMEOUT_S),
         shown_ranks=read_ranks("--ranks", known.ranks, nproc) if known.ranks is not None else (),
         explicit=frozenset(given),
+        launcher=known.launcher,
+        max_restarts=known.max_restarts or 0,
+        nnodes=known.nnodes or (1, 1),
+        rdzv_endpoint=known.rdzv_endpoint or "",
+        save=known.save or "",
+        show=known.show,
     )
+    elastic = [flag for flag in ELASTIC_FLAGS if getattr(known, flag.strip("-").replace("-", "_")) is not None]
+    check_elastic(options, elastic)
+    return options
+
+
+def check_elastic(options: CellOptions, given: Sequence[str]) -> None:
+    """Refuse flags that would have no effect, and several machines of which all but this one lack the cell.
+
+    Args:
+        options: everything that was asked for.
+        given: those of `ELASTIC_FLAGS` that were.
+    Raises:
+        CellOptionsError: naming the flag to add or to remove.
+    """
+    if given and options.launcher != "elastic":
+        raise CellOptionsError(
+            f"{given[0]} has no effect with --launcher {options.launcher}: only torchrun itself knows it; "
+            "add --launcher elastic"
+        )
+    if options.rdzv_endpoint and options.nnodes[1] == 1:
+        raise CellOptionsError(
+            f"--rdzv-endpoint {options.rdzv_endpoint}: one machine needs no meeting point; leave it out, or say how "
+            "many machines meet there with --nnodes 2"
+        )
+    if options.nnodes[1] > 1 and not options.save and not options.show:
+        raise CellOptionsError(
+            f"--nnodes {options.nnodes[1]}: the other machines run this cell as a script: add --save train.py, and "
+            "copy that file to them"
+        )
 
 
 def read_ranks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
@@ -134,6 +190,44 @@ def _read_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used: must be a number of seconds above 0, such as 60")
     return seconds
+
+
+def _read_launcher(text: str) -> str:
+    if text not in LAUNCHERS:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {did_you_mean(text, LAUNCHERS)}")
+    return text
+
+
+def _read_restarts(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: must be a whole number, 0 or more, such as 3")
+    return int(text)
+
+
+def _read_nodes(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    if low.isdecimal() and (high.isdecimal() or not colon):
+        fewest, most = int(low), int(high or low)
+        if 1 <= fewest <= most:
+            return fewest, most
+    raise argparse.ArgumentTypeError(
+        f"{text!r} cannot be used: must be a number of machines, such as 2, or the fewest and the most, such as 1:2"
+    )
+
+
+def _read_endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be used: must be a host that all machines reach and a free port there: node1:29400"
+        )
+    return text
+
+
+def _read_script_name(text: str) -> str:
+    if not text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: must be the name of a script, such as train.py")
+    return text
 
 
 def _read_names(flag: str, words: Sequence[str]) -> tuple[str, ...]:

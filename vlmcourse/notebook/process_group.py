@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import signal
 import time
 from datetime import timedelta
@@ -71,7 +72,9 @@ def accept_second_init(ranks: Ranks) -> None:
 def leave_group(ranks: Ranks, folder: JobFolder) -> None:
     """Leave the process group at the end of a cell; rank 0 leaves last, because the others' store lives in it."""
     folder.write_done(ranks.rank)
-    if ranks.is_main:
+    if (
+        ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    ):  # there the store lives in `torchrun`
         end_s = time.monotonic() + LEAVE_LAST_S
         while len(folder.read_done()) < ranks.world_size and time.monotonic() < end_s:
             time.sleep(0.002)

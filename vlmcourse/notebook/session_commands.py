@@ -5,17 +5,23 @@ from __future__ import annotations
 import atexit
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
 import psutil
 
-from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.jobs import Job
-from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.options import (
+    DEFAULT_LAUNCHER,
+    DEFAULT_RANKS,
+    DEFAULT_TIMEOUT_S,
+    CellOptions,
+    CellOptionsError,
+    parse_options,
+)
 from vlmcourse.notebook.session import ENDED, RankSession, SessionError
 from vlmcourse.notebook.starting import RankStarter, readable_path
+from vlmcourse.notebook.subcommands import Subcommand
 
 NOT_THERE = "there is no session: begin one with %torchrun start -n 2"
 
@@ -27,27 +33,17 @@ class SessionCommands:
         """Take note of what starts ranks."""
         self.current: RankSession | None = None
         self._starter = starter
-        self.commands: dict[str, Callable[[str], None]] = {
-            "start": self.start,
-            "status": self.status,
-            "stop": self.stop,
-            "restart": self.restart,
-        }
-        """What may follow `%torchrun`."""
         atexit.register(self._stop_quietly)
 
-    def run_command(self, line: str) -> None:
-        """Run what follows `%torchrun` on a line of its own.
-
-        Raises:
-            CellOptionsError: if there is no such command, or its flags cannot be used.
-        """
-        name, _, flags = line.strip().partition(" ")
-        if name not in self.commands:
-            raise CellOptionsError(
-                f"%torchrun {name}: {did_you_mean(name, self.commands)}; a cell begins with %%torchrun, two signs"
-            )
-        self.commands[name](flags)
+    def table(self) -> dict[str, Subcommand]:
+        """Return what may follow `%torchrun`."""
+        flags = ("-n", "--nproc", "--timeout")
+        return {
+            "start": Subcommand(self.start, "start ranks that stay, with their variables", flags),
+            "status": Subcommand(self.status, "show the ranks that stay"),
+            "restart": Subcommand(self.restart, "end them and start others, by default as many", flags),
+            "stop": Subcommand(self.stop, "end them"),
+        }
 
     def get(self, asked_by: str) -> RankSession:
         """Return the session.
@@ -76,6 +72,10 @@ class SessionCommands:
                 f"-n {options.nproc}: the session has {session.nproc} ranks; leave -n out, or end the session with "
                 "%torchrun stop"
             )
+        if options.launcher != DEFAULT_LAUNCHER:
+            raise CellOptionsError(
+                f"--launcher {options.launcher}: the ranks of the session have been started; end it with %torchrun stop"
+            )
         timeout_s = options.timeout_s if "timeout" in options.explicit else session.timeout_s
         return replace(options, nproc=session.nproc, timeout_s=timeout_s)
 
@@ -87,8 +87,8 @@ class SessionCommands:
                 "%torchrun stop ends it"
             )
         options = parse_options(flags)
-        if options.in_names or options.out_names:
-            raise CellOptionsError("%torchrun start takes -n and --timeout; give --in and --out to the cells")
+        if replace(options, nproc=DEFAULT_RANKS, timeout_s=DEFAULT_TIMEOUT_S) != CellOptions():
+            raise CellOptionsError("%torchrun start takes -n and --timeout; give other flags to the cells")
         self._starter.prepare()
         self._starter.wait_until_ready()
         started_s = time.monotonic()

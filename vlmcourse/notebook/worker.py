@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     rank = int(os.environ["RANK"])
     job_folder = JobFolder(Path(folder))
     try:
-        run_job(job_folder, rank)
+        run_job(job_folder)
     except BaseException as error:  # the rank's boundary: whatever it was, the notebook shows it
         # The launcher may be stopping this rank already, because of another: that must not cut the report short.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +49,7 @@ def main(folder: str) -> None:
         os._exit(1)
 
 
-def run_job(folder: JobFolder, rank: int) -> None:
+def run_job(folder: JobFolder) -> None:
     """Run the cell between joining and leaving the process group."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -71,7 +71,8 @@ def run_job(folder: JobFolder, rank: int) -> None:
     namespace = shell.user_ns
 
     def run_one(folder: JobFolder, job: Job) -> None:
-        is_main = rank == job.main_rank
+        # Rank 0, unless `torchrun` runs on several machines: each shows its own first.
+        is_main = ranks.local_rank == job.main_rank
         linecache.cache[FILE_NAME] = (0, None, [f"{line}\n" for line in job.shown_lines], FILE_NAME)
         connect_shell(shell, folder if is_main else None, job.token)
         namespace.update(load_variables(folder.inputs.read_bytes()))
@@ -87,7 +88,7 @@ def run_job(folder: JobFolder, rank: int) -> None:
             write_outputs(folder, job, namespace)
 
     if job.stays:
-        serve_cells(folder, rank, job.token, run_one)
+        serve_cells(folder, ranks.rank, job.token, run_one)
     else:
         run_one(folder, job)
     leave_group(ranks, folder)

@@ -104,7 +104,6 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
             f"rank {rank}: RANK={rank} is set but MASTER_ADDR={address!r}, MASTER_PORT={port!r}: both must say where "
             "rank 0 listens; start the ranks with %%torchrun, vlmcourse train --nproc or torchrun"
         )
-    on_this_machine = address == LOOPBACK and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     if address in (LOOPBACK, "localhost"):
         _prefer_loopback()
     if device.type == "cuda":
@@ -113,7 +112,7 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
         dist.init_process_group(
             # CPU tensors (such as the counts and names that a checkpoint exchanges) travel by gloo beside NCCL.
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-            store=_open_private_store(rank, world_size, int(port), timeout_s) if on_this_machine else None,
+            store=_open_store(rank, world_size, address, int(port), timeout_s),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -126,6 +125,14 @@ def _join_group(rank: int, world_size: int, backend: str, device: torch.device, 
             f"rank {rank}: {world_size} ranks did not meet at {address}:{port} within {timeout_s:g} s: all of them "
             f"must be started, with the same address and a free port (torch says: {error})"
         ) from error
+
+
+def _open_store(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> dist.Store | None:
+    """Open the store in which ranks find each other; None for PyTorch's own, in rank 0."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if agent == "True":
+        return _connect_to_torchrun(address, port, world_size, timeout_s)
+    return _open_private_store(rank, world_size, port, timeout_s) if address == LOOPBACK and agent is None else None
 
 
 def _open_private_store(rank: int, world_size: int, port: int, timeout_s: float) -> dist.TCPStore:
@@ -157,6 +164,17 @@ def _open_private_store(rank: int, world_size: int, port: int, timeout_s: float)
         multi_tenant=True,  # a second group in the same process finds this store again, as with PyTorch's own
         master_listen_fd=listener.detach() if listener is not None else None,
     )
+
+
+def _connect_to_torchrun(address: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Open a part of the store in `torchrun` that belongs to this start of its ranks.
+
+    `torchrun` keeps one store for all its restarts. Without a prefix, ranks that are started again find in it the
+    addresses of those before, and wait for processes that are gone.
+    """
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{world_size}-ranks"
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.PrefixStore(attempt, store)
 
 
 def _choose_device(rank: int, local_rank: int, num_local_ranks: int) -> tuple[torch.device, str]:

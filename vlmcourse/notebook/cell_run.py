@@ -1,0 +1,172 @@
+"""One run of a cell on ranks of its own: what they are given, how they are started, what comes of them.
+
+Enters: a prepared cell and its options. Leaves: the variables of `--out`, or an exception that explains itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from vlmcourse.config import did_you_mean
+from vlmcourse.notebook.cell import PreparedCell
+from vlmcourse.notebook.elastic import run_elastic
+from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
+from vlmcourse.notebook.jobs import BOOT, Job, JobFolder
+from vlmcourse.notebook.launcher import run_ranks
+from vlmcourse.notebook.options import CellOptions, CellOptionsError
+from vlmcourse.notebook.output_reader import OutputReader
+from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
+from vlmcourse.notebook.variables import CannotTravelError, load_variables
+
+
+class RanksInterrupted(KeyboardInterrupt):
+    """A person interrupted the cell; its ranks have been stopped."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+def select_variables(
+    names: tuple[str, ...], namespace: Mapping[str, Any], hidden: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the variables of `--in`.
+
+    Args:
+        names: what was asked for.
+        namespace: the notebook's variables.
+        hidden: those that IPython put there.
+
+    Raises:
+        CellOptionsError: if the notebook has no such variable.
+    """
+    for name in names:
+        if name not in namespace:
+            own = [known for known in namespace if not known.startswith("_") and known not in hidden]
+            hint = f" ({did_you_mean(name, own)})" if own else ""
+            raise CellOptionsError(
+                f"--in {name}: the notebook has no variable {name!r}: run the cell that assigns it first{hint}"
+            )
+    return {name: namespace[name] for name in names}
+
+
+def build_job(options: CellOptions, prepared: PreparedCell, token: str, *, main_rank: int = 0) -> Job:
+    """Gather what the ranks need to know about a cell."""
+    return Job(
+        source=prepared.source,
+        shown_lines=prepared.shown_lines,
+        shows_last_value=prepared.shows_last_value,
+        out_names=list(options.out_names),
+        timeout_s=options.timeout_s,
+        sys_path=readable_path(),
+        token=token,
+        main_rank=main_rank,
+    )
+
+
+def run_job(
+    folder: JobFolder, options: CellOptions, show: OutputReader, namespace: Mapping[str, Any], ranks: RankStarter
+) -> JobFolder:
+    """Run the ranks of a cell to their end; return the folder in which they left their outputs.
+
+    Raises:
+        RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out.
+        RanksInterrupted: if a person interrupted the kernel.
+    """
+    try:
+        return launch(folder, options, show, ranks)
+    except KeyboardInterrupt:
+        raise RanksInterrupted(f"all {options.nproc} ranks were stopped; nothing is left running") from None
+    except RankTimeout as error:
+        raise RankTimeout(
+            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS, or look "
+            "for a rank that waits for another",
+            ends=error.ends,
+        ) from None
+    except RankFailure as error:
+        with add_hint(namespace):
+            if options.launcher == "elastic":  # the reports are those of the last attempt, and have been read
+                raise error from None
+            raise build_failure(error.ends, folder.read_reports(), folder.read_done()) from None
+    finally:
+        show.finish()
+
+
+def launch(folder: JobFolder, options: CellOptions, show: OutputReader, ranks: RankStarter) -> JobFolder:
+    """Start the ranks as `--launcher` says and wait for them; return the folder in which they left their outputs."""
+    if options.launcher == "elastic":
+        return run_elastic(
+            folder,
+            options,
+            env=RANK_ENVIRONMENT,
+            on_line=show.line,
+            on_progress=show.progress,
+            on_idle=show.idle,
+            on_attempt=show.read_from,
+            say=show.say,
+        ).folder
+    is_forked = options.launcher == "fork"
+    if is_forked:
+        ranks.wait_until_ready()
+    run_ranks(
+        [sys.executable, "-c", BOOT, str(folder.path)],
+        options.nproc,
+        starter=partial(ranks.start, folder.path) if is_forked else None,
+        timeout_s=options.timeout_s,
+        env=RANK_ENVIRONMENT,
+        on_line=show.line,
+        on_progress=show.progress,
+        on_idle=show.idle,
+        private_dir=folder.path,
+    )
+    return folder
+
+
+@contextlib.contextmanager
+def add_hint(namespace: Mapping[str, Any]) -> Iterator[None]:
+    """Add to a failure how a rank gets the name that it has not."""
+    try:
+        yield
+    except RankFailure as failure:
+        if hint := explain_missing_name(failure.rank_traceback, namespace):
+            failure.args = (f"{failure}\n{hint}",)
+        raise
+
+
+def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:
+    """Say how a rank gets a name that it has not; empty where that was not the problem."""
+    found = re.search(r"^NameError: name '(\w+)' is not defined", rank_traceback, re.MULTILINE)
+    if found is None or hasattr(builtins, found[1]):
+        return ""
+    name = found[1]
+    if name not in namespace:
+        return f"  Ranks start empty but for rank, world_size and device: define {name} inside the cell."
+    value = namespace[name]
+    if isinstance(value, ModuleType):
+        statement = f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
+        return f"  Ranks start empty: `{statement}` inside the cell."
+    return f"  Ranks start empty: send the notebook's {name} with --in {name}, or define it inside the cell."
+
+
+def read_outputs(folder: JobFolder, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the variables of `--out` that rank 0 has left.
+
+    Raises:
+        CannotTravelError: if there are none: the cell did not assign one, or it cannot be pickled.
+    """
+    if folder.output_problem.exists():
+        raise CannotTravelError(folder.output_problem.read_text(encoding="utf-8"))
+    if not names:
+        return {}
+    if not folder.outputs.exists():
+        raise CannotTravelError(
+            f"--out {', '.join(names)}: rank 0 ended before the cell did, so its variables are lost: "
+            "let it run to the end"
+        )
+    return load_variables(folder.outputs.read_bytes())

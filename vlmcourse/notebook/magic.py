@@ -20,7 +20,8 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
-from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
+from vlmcourse.notebook.doctor import HangDoctor
+from vlmcourse.notebook.failure import RankFailure, RankHang, RankTimeout, build_failure
 from vlmcourse.notebook.jobs import BOOT, MARK, Job, JobFolder, open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
@@ -194,9 +195,11 @@ def run_job(
     """Run the ranks of a cell to their end.
 
     Raises:
-        RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out.
+        RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out, `RankHang` if they
+            could not have gone on.
         RanksInterrupted: if a person interrupted the kernel.
     """
+    doctor = HangDoctor(folder, partial(print, flush=True))
     try:
         ranks.wait_until_ready()
         run_ranks(
@@ -208,20 +211,23 @@ def run_job(
             on_line=show.line,
             on_progress=show.progress,
             private_dir=folder.path,
+            doctor=doctor,
         )
     except KeyboardInterrupt:
-        raise RanksInterrupted(f"all {options.nproc} ranks were stopped; nothing is left running") from None
+        message = f"all {options.nproc} ranks were stopped; nothing is left running"
+        raise RanksInterrupted("\n".join(filter(None, [message, doctor.text]))) from None
+    except RankHang as error:
+        raise error from None
     except RankTimeout as error:
         raise RankTimeout(
-            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS, or look "
-            "for a rank that waits for another",
+            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS"
+            + (f"\n{doctor.text}" if doctor.text else ", or look for a rank that waits for another"),
             ends=error.ends,
         ) from None
     except RankFailure as error:
         failure = build_failure(error.ends, folder.read_reports(), folder.read_done())
         hint = explain_missing_name(failure.rank_traceback, namespace)
-        if hint:
-            failure.args = (f"{failure}\n{hint}",)
+        failure.args = ("\n".join(filter(None, [doctor.text, str(failure), hint])),)
         raise failure from None
     finally:
         show.end_notice(wait=False)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmcourse.notebook.failure import RankReport
+from vlmcourse.notebook.hang import Listener
 from vlmcourse.notebook.jobs import FILE_NAME, Job, JobFolder, write_private
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ def main(folder: str) -> None:
     """Run the cell that `folder` describes; on failure leave a report there and end the process with code 1."""
     rank = int(os.environ["RANK"])
     job_folder = JobFolder(Path(folder))
+    listener = Listener(rank)
     try:
-        run_job(job_folder, rank)
+        listener.open(job_folder.path)
+        run_job(job_folder, rank, listener)
     except BaseException as error:  # the rank's boundary: whatever it was, the notebook shows it
         # The launcher may be stopping this rank already, because of another: that must not cut the report short.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        listener.leave_end(error)
         report = build_report(rank, error, time.monotonic())
         try:
             job_folder.write_report(report)
@@ -49,8 +53,8 @@ def main(folder: str) -> None:
         os._exit(1)
 
 
-def run_job(folder: JobFolder, rank: int) -> None:
-    """Run the cell between joining and leaving the process group."""
+def run_job(folder: JobFolder, rank: int, listener: Listener) -> None:
+    """Run the cell between joining and leaving the process group; `listener` says meanwhile what this rank does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -64,6 +68,7 @@ def run_job(folder: JobFolder, rank: int) -> None:
     from vlmcourse.notebook.variables import load_variables
 
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
+    listener.count_from_here()
     send_definitions_by_value()
     shell = get_shell()
     connect_shell(shell, folder if rank == 0 else None, job.token)
@@ -80,6 +85,7 @@ def run_job(folder: JobFolder, rank: int) -> None:
     show_figures()
     if rank == 0:
         write_outputs(folder, job, namespace)
+    listener.leave_end()
     leave_group(ranks, folder)
 
 

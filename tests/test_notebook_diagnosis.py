@@ -136,9 +136,13 @@ def test_a_root_that_ran_ahead_is_compared_by_its_record() -> None:
         (
             "different_shape",
             call(2, shape=(3, 8)),
-            "ranks 0, 1, 3 with float32 [4] (cell line 5), rank 2 with float32 [3, 8]",
+            "different shapes (cell line 5): ranks 0, 1, 3 with float32 [4], rank 2 with float32 [3, 8]",
         ),
-        ("different_dtype", call(2, dtype="float64"), "rank 2 with float64 [4] (cell line 5)"),
+        (
+            "different_dtype",
+            call(2, dtype="float64"),
+            "(cell line 5): ranks 0, 1, 3 with float32 [4], rank 2 with float64 [4]",
+        ),
     ],
 )
 def test_a_different_shape_or_dtype_is_named(kind: str, other: Collective, shown: str) -> None:
@@ -165,7 +169,11 @@ def test_a_different_root_is_named() -> None:
     states = [waiting(rank, call(1, "broadcast"), cell(5), world, root=min(rank, 1)) for rank in range(3)]
     found = found_in(*states)
     assert found.kind == "different_root"
-    assert "rank 0 with root 0 (cell line 5), ranks 1, 2 with root 1 (cell line 5)" in found.finding
+    assert found.finding == (
+        "ranks call broadcast #1 with different roots (cell line 5): rank 0 with root 0, ranks 1, 2 with root 1"
+    )
+    found = found_in(*states[:2], dataclasses.replace(states[2], stack=cell(7)))
+    assert found.finding.endswith("rank 1 with root 1 (cell line 5), rank 2 with root 1 (cell line 7)")
 
 
 def test_a_rank_that_finished_early_and_one_that_died_are_named() -> None:

@@ -76,20 +76,24 @@ def describe_slow(states: Mapping[int, RankState]) -> str:
 def _explain_difference(here: Situation, operation: Operation, difference: str) -> Diagnosis:
     if difference == "op":
         return _explain_other_op(here, operation)
-    texts = fold({rank: _say_arguments(here, rank, operation, difference) for rank in operation.entries})
+    is_one_place = len({name_place(here.states[rank]) for rank in operation.waiting}) == 1
+    texts = fold(
+        {rank: _say_arguments(here, rank, operation, difference, not is_one_place) for rank in operation.entries}
+    )
     parts = ", ".join(f"{name_ranks(ranks)} with {text}" for text, ranks in texts.items())
-    name = _name_call(here, operation.waiting[0], operation, with_place=False)
-    return Diagnosis(f"different_{difference}", f"ranks call {name} with different {difference}s: {parts}")
+    name, where = _name_call(here, operation.waiting[0], operation).partition(" (")[::2]
+    where = f" ({where}" if is_one_place and where else ""
+    return Diagnosis(f"different_{difference}", f"ranks call {name} with different {difference}s{where}: {parts}")
 
 
-def _say_arguments(here: Situation, rank: int, operation: Operation, difference: str) -> str:
+def _say_arguments(here: Situation, rank: int, operation: Operation, difference: str, with_place: bool) -> str:
     entry, wait = operation.entries[rank], here.waits.get(rank)
     if difference == "root":
         text = f"root {wait.root}" if wait is not None and wait.root is not None else "an unknown root"
     else:
         tensors = [f"{dtype} {list(shape)}" for dtype, shape in zip(entry.dtypes, entry.sizes, strict=False)]
         text = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-    place = name_place(here.states[rank]) if wait is not None else ""
+    place = name_place(here.states[rank]) if with_place and wait is not None else ""
     return f"{text} ({place})" if place else text
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,10 +32,14 @@ STACK_S = 0.5
 POLL_S = 0.01
 QUIET_S = 5.0
 """Ranks that print are not looked at."""
-BETWEEN_LOOKS_S = 2.5
+BETWEEN_LOOKS_S = 2.0
 MAX_BETWEEN_LOOKS_S = 20.0
 SLOW_S = 20.0
 """When a person is told which rank the others wait for."""
+UNHELPFUL = ("computing", "died", "in_progress")
+"""Kinds of diagnosis that do not explain why a rank failed."""
+WAITING = ("slow", "waiting", "finished_early")
+"""Kinds that do not explain why a rank was aborted."""
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -81,20 +86,23 @@ class HangDoctor:
         answers = self._wait_for(number, running, HURRIED_ANSWER_S if is_hurried else ANSWER_S)
         if is_hurried and len(answers) < len(running) and any(state.wait for state in answers.values()):
             answers = self._wait_for(number, running, ANSWER_S - HURRIED_ANSWER_S)
-        silent = [rank for rank in running if rank not in answers]
+        silent = [rank for rank in running if rank not in answers and self._listens(rank)]
         if silent and (not is_hurried or any(state.wait for state in answers.values())):
             answers.update(self._read_stacks(silent))
         states = {**answers, **self._read_ends(group)}
         self.diagnosis = diagnose(states, describe_deaths(group.ends, states))
 
     def examine_failure(self, group: RankGroup) -> None:
-        """Ask the other ranks, if one failed because it waited in vain."""
-        reports = self._folder.read_reports()
+        """Ask the other ranks, if one failed because it waited in vain, or was aborted within a collective."""
+        reports, last_words = self._folder.read_reports(), self._read_ends(group)
         failed = [end for end in group.ends if end.exit_code]
-        if failed and all(waited_in_vain(reports.get(end.rank)) for end in failed):
-            self.examine(group)
-            if self.diagnosis is not None and self.diagnosis.kind in ("computing", "died"):
-                self.diagnosis = None  # the failure itself says more
+        aborted = [end for end in failed if end.exit_code == -signal.SIGABRT and end.rank in last_words]
+        if not all(end in aborted or waited_in_vain(reports.get(end.rank)) for end in failed):
+            return
+        self.examine(group)
+        found = self.diagnosis
+        if found is not None and (found.kind in UNHELPFUL or (aborted and found.kind in WAITING)):
+            self.diagnosis = None  # the failure itself says more
 
     def _look_again_and_again(self) -> Iterator[None]:
         """The looks as one story: whoever calls `look` lets it go on a little."""

@@ -152,7 +152,10 @@ def find_root(ends: Sequence[RankEnd], reports: Mapping[int, RankReport]) -> Ran
 
 
 def build_failure(
-    ends: Sequence[RankEnd], reports: Mapping[int, RankReport], finished: Collection[int] = ()
+    ends: Sequence[RankEnd],
+    reports: Mapping[int, RankReport],
+    finished: Collection[int] = (),
+    is_explained: bool = False,
 ) -> RankFailure:
     """Make the exception that names the first failing rank, with one line for what became of the others.
 
@@ -160,6 +163,7 @@ def build_failure(
         ends: how every rank ended.
         reports: the exceptions that ranks wrote down, by rank.
         finished: ranks that had run their code to its end, even if they were stopped afterwards.
+        is_explained: whether it is said elsewhere whom the rank waited for.
     """
     root = find_root(ends, reports)
     report = reports.get(root.rank)
@@ -168,7 +172,7 @@ def build_failure(
     where = f" in {report.where}" if report is not None and report.where else ""
     if report is None:
         reason = describe_exit(root.exit_code)
-    elif report.is_consequence and left_early:
+    elif report.is_consequence and left_early and not is_explained:
         reason = f"failed{where}: it waited for {name_ranks(left_early)}, which had finished without joining in"
     else:
         reason = f"failed{where}: {report.summary}"

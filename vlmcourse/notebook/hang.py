@@ -23,6 +23,7 @@ from typing import Any
 
 from vlmcourse.notebook.diagnosis import diagnose
 from vlmcourse.notebook.jobs import write_private
+from vlmcourse.notebook.last_words import call_before_abort
 from vlmcourse.notebook.observer import SAMPLE_S, Observer, record_collectives
 from vlmcourse.notebook.rank_state import RankState, read_states, to_json
 
@@ -44,6 +45,7 @@ class Listener:
         self._folder: Path | None = None
         self._fifo: int | None = None
         self._stack_file: Any = None
+        self._is_heard_before_abort = False
 
     def open(self, folder: Path) -> None:
         """Listen in the private folder of a cell; the folder before is let go.
@@ -76,10 +78,17 @@ class Listener:
         """Number the collectives from now on; call it once the group is there and the cell begins."""
         self._observer.count_from_here()
 
+    def leave_word_before_abort(self) -> None:
+        """From now on, say where this rank is also when compiled code gives up; torch has to be there already."""
+        if not self._is_heard_before_abort:
+            self._is_heard_before_abort = call_before_abort(lambda: self._leave(self._observer.observe_abort()))
+
     def leave_end(self, error: BaseException | None = None) -> None:
         """Say, for the others' sake, how far this rank came in the cell."""
+        self._leave(self._observer.observe_end(error, error.__traceback__ if error is not None else None))
+
+    def _leave(self, state: RankState) -> None:
         if self._folder is not None:
-            state = self._observer.observe_end(error, error.__traceback__ if error is not None else None)
             with contextlib.suppress(OSError):
                 write_private(self._folder / f"end-{self._rank}.json", to_json(state))
 

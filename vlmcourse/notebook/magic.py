@@ -225,7 +225,7 @@ def run_job(
             ends=error.ends,
         ) from None
     except RankFailure as error:
-        failure = build_failure(error.ends, folder.read_reports(), folder.read_done())
+        failure = build_failure(error.ends, folder.read_reports(), folder.read_done(), bool(doctor.text))
         hint = explain_missing_name(failure.rank_traceback, namespace)
         failure.args = ("\n".join(filter(None, [doctor.text, str(failure), hint])),)
         raise failure from None

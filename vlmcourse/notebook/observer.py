@@ -31,9 +31,18 @@ BUSY_SHARE = 0.2
 C10D = "distributed_c10d.py"
 POINT_TO_POINT = ("send", "recv")
 SETUP = frozenset({"init_process_group", "new_group", "split_group", "_store_based_barrier", "rendezvous"})
-DTYPES: dict[str, str] = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"} | {
-    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"
-}  # fmt: skip
+DTYPES: dict[str, str] = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
 
 
 def record_collectives() -> None:
@@ -78,6 +87,11 @@ class Observer:
         if error is None:
             return self._describe([], "finished", None, False)
         return self._describe(frames_of_traceback(trace), "failed", None, True, f"{type(error).__name__}: {error}")
+
+    def observe_abort(self) -> RankState:
+        """Describe how compiled code ends this rank, while its main thread still waits."""
+        frames = frames_of_thread(self._thread.ident or 0)
+        return self._describe(frames, "failed", None, True, "compiled code gave up")
 
     def _describe(
         self, frames: Sequence[FrameLine], status: str, uses_cpu: bool | None, with_conditions: bool, error: str = ""

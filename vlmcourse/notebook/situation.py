@@ -103,13 +103,17 @@ class Situation:
     def root_operation(self) -> Operation | None:
         """Return the operation at the end of the chain of waiting; None if no member of any is missing.
 
-        Its missing ranks do something else than wait in another operation. Where ranks wait in a circle, it is any.
+        Its missing ranks do something else than wait in another operation. Where ranks wait in a circle, it is one that
+        stands under an `if` that the missing ranks are not under, or else the first.
         """
         incomplete = [operation for operation in self.operations if operation.missing]
-        for operation in incomplete:
-            if any(self.operation_of(rank) is None for rank in operation.missing):
-                return operation
-        return incomplete[0] if incomplete else None
+
+        def order(operation: Operation) -> tuple[bool, bool]:
+            ours = self.conditions(operation.waiting[0]).keys()
+            is_conditional = any(ours - self.conditions(rank).keys() for rank in operation.missing)
+            return all(self.operation_of(rank) is not None for rank in operation.missing), not is_conditional
+
+        return min(incomplete, key=order, default=None)
 
     def conditions(self, rank: int) -> dict[tuple[str, int], Condition]:
         """Return the `if`s that a rank's code stands under, in all functions that are running, by file and line."""

@@ -69,6 +69,7 @@ def run_job(folder: JobFolder, rank: int, listener: Listener) -> None:
 
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
     listener.count_from_here()
+    listener.leave_word_before_abort()
     send_definitions_by_value()
     shell = get_shell()
     connect_shell(shell, folder if rank == 0 else None, job.token)

@@ -21,7 +21,7 @@ LOST_CONNECTION = (
     "connectfullmesh failed",
 )
 """What gloo, NCCL and the store say on a rank whose partner has gone: a consequence, never the cause."""
-IN_VAIN = ("timed out waiting", "failed to pass monitoredbarrier")
+IN_VAIN = ("timed out waiting", "wait timeout after", "failed to pass monitoredbarrier")
 """What they say on a rank that has waited for the others as long as a collective may take."""
 CONNECTION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 LIKELY_CAUSES = {
@@ -172,7 +172,9 @@ def build_failure(
     where = f" in {report.where}" if report is not None and report.where else ""
     if report is None:
         reason = describe_exit(root.exit_code)
-    elif report.is_consequence and left_early and not is_explained:
+    elif report.is_consequence and is_explained:
+        reason = f"failed{where}: lost its connection"
+    elif report.is_consequence and left_early:
         reason = f"failed{where}: it waited for {name_ranks(left_early)}, which had finished without joining in"
     else:
         reason = f"failed{where}: {report.summary}"

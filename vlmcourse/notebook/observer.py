@@ -30,6 +30,8 @@ BUSY_SHARE = 0.2
 """A main thread that computes for more than this part of the time that it is watched does not wait."""
 C10D = "distributed_c10d.py"
 POINT_TO_POINT = ("send", "recv")
+UNRECORDED = ("monitored_barrier",)
+"""What leaves no entry in the flight record."""
 SETUP = frozenset({"init_process_group", "new_group", "split_group", "_store_based_barrier", "rendezvous"})
 DTYPES: dict[str, str] = {
     "Float": "float32",
@@ -97,12 +99,13 @@ class Observer:
         self, frames: Sequence[FrameLine], status: str, uses_cpu: bool | None, with_conditions: bool, error: str = ""
     ) -> RankState:
         recent, is_whole = read_record()
+        last = recent[-1] if recent and recent[-1].number > self._num_before.get(recent[-1].group, 0) else None
         lines = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
         return RankState(
             rank=self.rank,
             status=status,
             stack=find_places(lines, with_conditions),
-            wait=find_wait(frames, recent, has_ended=status == "failed"),
+            wait=find_wait(frames, recent, last if "gloo" in error.lower() else None),
             uses_cpu=uses_cpu,
             recent=tuple(recent),
             groups=tuple(read_groups(self._num_before)),
@@ -172,27 +175,29 @@ def read_groups(num_before: dict[str, int]) -> list[Group]:
     ]
 
 
-def find_wait(frames: Sequence[FrameLine], recent: Sequence[Collective], has_ended: bool = False) -> Wait | None:
+def find_wait(
+    frames: Sequence[FrameLine], recent: Sequence[Collective], failed: Collective | None = None
+) -> Wait | None:
     """Return what PyTorch is waiting for, as a stack and the flight record tell; None if for nothing.
 
     Args:
         frames: of the main thread, innermost first.
         recent: its last collectives.
-        has_ended: whether an exception ended the wait: the collective may count as done then.
+        failed: the collective that an exception ended, if so: it counts as done in the record.
     """
     inner: list[FrameLine] = []
     for frame, line in frames:
         if is_shown(frame.f_code.co_filename):
             break
         inner.append((frame, line))
-    pending = next((each for each in recent if not each.is_done), recent[-1] if has_ended and recent else None)
+    pending = next((each for each in recent if not each.is_done), failed)
     calls = [frame for frame, _ in inner if frame.f_code.co_filename.endswith(C10D)]
     names = [frame.f_code.co_name for frame in calls]
     call = names[-1] if names else ""
     if any("/torch/distributed/" in frame.f_code.co_filename for frame, _ in inner):
         if names and names[0] in POINT_TO_POINT:
             return Wait(names[0], call, peer=_find_rank(calls[0].f_locals, "src", "dst"))
-        if pending is not None:
+        if pending is not None and call not in UNRECORDED:
             root, reduce_op = _read_arguments(calls[0].f_locals) if calls else (None, "")
             return Wait("collective", call, pending, root=root, reduce_op=reduce_op)
         is_setup = any(frame.f_code.co_name in SETUP for frame, _ in inner)

@@ -306,6 +306,8 @@ def test_a_collective_that_may_have_left_the_record_is_not_called_missing() -> N
     assert state.may_have_entered("3", 1)
     assert not state.may_have_entered("0", 900)
     assert not at_work(0, 600, cell(4), groups_of(2)).may_have_entered("3", 1)
+    counted = dataclasses.replace(state, groups=(Group("3", "", (0, 1), num_begun=4),))
+    assert [counted.may_have_entered("3", number) for number in (4, 5)] == [True, False]
 
 
 def test_a_message_is_waited_for_in_vain_if_its_sender_waits_for_something_else() -> None:

@@ -6,12 +6,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_kernel import Kernel, Shown
+from notebook_kernel import Kernel, Shown, wait_until
+
+from vlmcourse.notebook.hang import Listener
+from vlmcourse.notebook.observer import RECORD_VARIABLE
+from vlmcourse.notebook.rank_state import read_states
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]
 START = """import torch, torch.distributed as dist, time
@@ -26,7 +31,8 @@ LONG_S = 200
 def kernel() -> Iterator[Kernel]:
     kernel = Kernel()
     try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+        # The waits of this suite are for seconds, not the doctor's for a person.
+        assert kernel.run("%load_ext vlmcourse\nfrom vlmcourse.notebook import doctor\ndoctor.QUIET_S = 1").error == ""
         yield kernel
     finally:
         kernel.close()
@@ -206,20 +212,69 @@ def test_groups_of_a_device_mesh_are_named(kernel: Kernel) -> None:
     )
 
 
-def test_ranks_that_wait_for_a_slow_one_are_left_alone(kernel: Kernel) -> None:
+def test_ranks_that_wait_for_a_slow_one_are_left_alone_and_the_person_is_told_once(kernel: Kernel) -> None:
+    kernel.run("doctor.SLOW_S, slow_s = 3, doctor.SLOW_S")
     shown = run(
         kernel,
         """
         if rank == 1:
-            end_s = time.monotonic() + 12
+            end_s = time.monotonic() + 8
             while time.monotonic() < end_s:
                 sum(range(1000))
         dist.all_reduce(x)
         print("done")
         """,
     )
+    kernel.run("doctor.SLOW_S = slow_s")
     assert shown.error == ""
     assert shown.lines(0) == shown.lines(1) == ["done"]
+    told = [line for line in shown.stdout.splitlines() if "has not entered it yet" in line]
+    assert len(told) == 1
+    assert re.match(
+        r"rank 0 waits in all_reduce #2 \(cell line 9, .*\); rank 1 has not entered it yet: it is in cell line [78]",
+        told[0],
+    )
+
+
+def test_one_transfer_that_takes_long_is_not_called_a_hang(kernel: Kernel) -> None:
+    """Both ranks stand in the same collective; the doctor looks often enough to be wrong if it could be."""
+    shown = run(kernel, 'big = torch.ones(100_000_000)\ndist.all_reduce(big)\nprint("done", big[-1].item())')
+    assert shown.error == ""
+    assert shown.lines(0) == ["done 2.0"]
+
+
+def test_a_second_interrupt_does_not_wait_for_answers(kernel: Kernel) -> None:
+    kernel.run("doctor.HURRIED_ANSWER_S, hurried_s = 60, doctor.HURRIED_ANSWER_S")
+    kernel.start(f'%%torchrun -n 2\n{START}\nimport re\nprint("up")\nre.match("(a*)*b", "a" * 60)')
+    kernel.wait_for_text("up")
+    time.sleep(0.3)
+    kernel.manager.interrupt_kernel()
+    time.sleep(1)
+    sent_s = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    reply = kernel.client.get_shell_msg(timeout=90)["content"]
+    kernel.wait_until_idle()
+    assert reply["ename"] == "RanksInterrupted"
+    assert time.monotonic() - sent_s < 20
+    assert kernel.processes() == []
+    kernel.run("doctor.HURRIED_ANSWER_S = hurried_s")
+
+
+def test_a_rank_listens_in_one_folder_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECORD_VARIABLE, "16")
+    folders = [tmp_path / "first", tmp_path / "second"]
+    listener = Listener(0)
+    for folder in folders:
+        folder.mkdir()
+        listener.open(folder)
+        with open(folder / "ask-0", "w") as fifo:
+            fifo.write("1 0.0\n")
+        assert wait_until((folder / "state-0-1.json").exists, within_s=20)
+    state = read_states({0: folders[1] / "state-0-1.json"})[0]
+    assert (state.rank, state.status, state.wait) == (0, "running", None)
+    assert [threads.name for threads in threading.enumerate()].count("hang doctor") == 1
+    listener.close()
+    assert wait_until(lambda: "hang doctor" not in [each.name for each in threading.enumerate()], within_s=20)
 
 
 SCRIPT = """

@@ -21,7 +21,7 @@ from vlmcourse.notebook.places import FrameLine, find_places, frames_of_thread, 
 from vlmcourse.notebook.rank_state import WORLD, Collective, Group, RankState, Wait
 
 RECORD_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-RECORD_ENTRIES = 512
+RECORD_ENTRIES = 256
 RECENT_ENTRIES = 24
 """How many collectives of each group a rank tells about."""
 SAMPLE_S = 0.05
@@ -75,13 +75,13 @@ class Observer:
         """
         uses_cpu = None
         if sample_s:
-            cpu_s, position, began_s = self._cpu_s(), self._position(), time.monotonic()
+            cpu_s, position, began_s = self._cpu_s(), name_position(self._frames()), time.monotonic()
             time.sleep(sample_s)
-            if cpu_s is not None and self._position() == position:
-                uses_cpu = self._cpu_s() - cpu_s > BUSY_SHARE * (time.monotonic() - began_s)  # type: ignore[operator]
-            elif self._position() != position:
+            if name_position(self._frames()) != position:
                 uses_cpu = True
-        frames = frames_of_thread(self._thread.ident or 0)
+            elif cpu_s is not None:
+                uses_cpu = (self._cpu_s() or 0.0) - cpu_s > BUSY_SHARE * (time.monotonic() - began_s)
+        frames = self._frames()
         return self._describe(frames, "running", uses_cpu, with_conditions)
 
     def observe_end(self, error: BaseException | None = None, trace: TracebackType | None = None) -> RankState:
@@ -92,8 +92,7 @@ class Observer:
 
     def observe_abort(self) -> RankState:
         """Describe how compiled code ends this rank, while its main thread still waits."""
-        frames = frames_of_thread(self._thread.ident or 0)
-        return self._describe(frames, "failed", None, True, "compiled code gave up")
+        return self._describe(self._frames(), "failed", None, True, "compiled code gave up")
 
     def _describe(
         self, frames: Sequence[FrameLine], status: str, uses_cpu: bool | None, with_conditions: bool, error: str = ""
@@ -109,18 +108,15 @@ class Observer:
             uses_cpu=uses_cpu,
             recent=tuple(recent),
             groups=tuple(read_groups(self._num_before)),
-            position=self._position(frames, recent),
+            position=f"{name_position(frames)} {[(each.group, each.number, each.is_done) for each in recent[-3:]]}",
             main_cpu_s=self._cpu_s() or 0.0,
             process_cpu_s=time.process_time(),
             error=error,
             has_whole_record=is_whole,
         )
 
-    def _position(self, frames: Sequence[FrameLine] | None = None, recent: Sequence[Collective] | None = None) -> str:
-        frames = frames if frames is not None else frames_of_thread(self._thread.ident or 0)
-        recent = recent if recent is not None else read_record()[0]
-        where = [(frame.f_code.co_name, line, frame.f_lasti) for frame, line in frames]
-        return f"{where} {[(each.group, each.number, each.is_done) for each in recent[-3:]]}"
+    def _frames(self) -> list[FrameLine]:
+        return frames_of_thread(self._thread.ident or 0)
 
     def _cpu_s(self) -> float | None:
         """Return the processor time of the main thread; None where the machine does not tell."""
@@ -162,17 +158,21 @@ def read_groups(num_before: dict[str, int]) -> list[Group]:
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None:
         return []
-    world = module._world
-    return [
-        Group(
-            name,
-            WORLD if group is world.default_pg else group.group_desc,
-            tuple(sorted(ranks)),
-            num_before.get(name, 0),
-        )
-        for group, ranks in list(world.pg_group_ranks.items())
-        if (name := world.pg_names.get(group)) is not None
-    ]
+    world, found = module._world, []
+    for group, ranks in list(world.pg_group_ranks.items()):
+        name, num_begun = world.pg_names.get(group), None
+        if name is None:
+            continue
+        with contextlib.suppress(RuntimeError):  # backends need not count
+            num_begun = group._get_sequence_number_for_group()
+        label = WORLD if group is world.default_pg else group.group_desc
+        found.append(Group(name, label, tuple(sorted(ranks)), num_before.get(name, 0), num_begun))
+    return found
+
+
+def name_position(frames: Sequence[FrameLine]) -> str:
+    """Return a text that changes whenever a thread moves on."""
+    return str([(frame.f_code.co_name, line, frame.f_lasti) for frame, line in frames])
 
 
 def find_wait(

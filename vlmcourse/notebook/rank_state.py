@@ -72,6 +72,8 @@ class Group:
     ranks: tuple[int, ...]
     num_before: int = 0
     """How many collectives it had run when the cell began: those are not the person's."""
+    num_begun: int | None = None
+    """How many collectives and messages this rank has begun in it; None if that is not known."""
 
     @property
     def is_world(self) -> bool:
@@ -145,7 +147,10 @@ class RankState:
     def may_have_entered(self, group: str, number: int) -> bool:
         """Whether this rank has entered a collective of a group, as far as its record goes back."""
         numbers = [entry.number for entry in self.recent if entry.group == group]
-        return max(numbers) >= number if numbers else not self.has_whole_record
+        if numbers or self.has_whole_record:
+            return max(numbers, default=0) >= number
+        begun = next((each.num_begun for each in self.groups if each.name == group), None)
+        return begun is None or begun >= number
 
 
 def to_json(state: RankState) -> bytes:

@@ -208,10 +208,10 @@ def test_a_slow_rank_is_not_accused_of_a_hang() -> None:
     found = found_in(waits, computes)
     assert (found.kind, found.finding.partition("; ")[2]) == (
         "slow",
-        "rank 1 never entered it: it is still computing in cell line 7, `x = x @ x`",
+        "rank 1 has not entered it: it is still computing in cell line 7, `x = x @ x`",
     )
     line = describe_slow(by_rank(waits, computes))
-    assert line.endswith("rank 1 has not entered it yet: it is still computing in cell line 7, `x = x @ x`")
+    assert line.endswith("rank 1 has not entered it: it is still computing in cell line 7, `x = x @ x`")
     assert describe_slow(by_rank(computes, dataclasses.replace(computes, rank=0))) == ""
     silent = RankState(1, "silent", stack=cell(7, "np.sort(x)"))
     assert "it is in compiled code, called from cell line 7" in found_in(waits, silent).finding
@@ -247,7 +247,7 @@ def mesh(rank: int) -> tuple[Group, ...]:
 def test_in_a_device_mesh_the_chain_is_followed_to_its_end() -> None:
     """Rank 0 waits for 1 in its row, 1 for 3 in its column, and 3 computes; 2 waits for 3 in its row."""
     found = found_in(
-        waiting(0, call(5, group="1"), cell(4), mesh(0)),
+        waiting(0, call(1, group="1"), cell(4), mesh(0)),
         waiting(1, call(2, group="4"), cell(6, "dist.all_reduce(g, group=dp)"), mesh(1)),
         waiting(2, call(7, group="2"), cell(4), mesh(2)),
         RankState(3, stack=cell(9, "slow()"), recent=(call(6, group="2"), call(1, group="4")), groups=mesh(3)),

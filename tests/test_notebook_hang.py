@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 from notebook_kernel import Kernel, Shown, wait_until
 
+from vlmcourse.notebook.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.hang import Listener
+from vlmcourse.notebook.jobs import JobFolder
 from vlmcourse.notebook.observer import RECORD_VARIABLE
+from vlmcourse.notebook.rank_group import RankGroup
 from vlmcourse.notebook.rank_state import read_states
+from vlmcourse.notebook.starting import DirectRank
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]
 START = """import torch, torch.distributed as dist, time
@@ -175,7 +179,7 @@ def test_a_rank_that_holds_pythons_lock_is_seen_by_its_stack(kernel: Kernel) -> 
         """,
     )
     assert "rank 0 waits in barrier #2 (cell line 9" in text
-    assert "rank 1 never entered it: it is in compiled code, called from cell line 8, `re.match(" in text
+    assert "rank 1 has not entered it: it is in compiled code, called from cell line 8, `re.match(" in text
     assert took_s < 10
 
 
@@ -183,6 +187,13 @@ def test_an_interrupted_computation_is_not_called_a_hang_and_stops_soon(kernel: 
     text, took_s = interrupt(kernel, 'print("up")\nwhile True:\n    rank + 1')
     assert re.fullmatch(r"ranks 0, 1 are still computing in cell line \d, `.*`", text.replace("; rank", "; rank"))
     assert took_s < 5
+
+
+def test_an_interrupted_loop_of_collectives_that_goes_well_is_not_called_a_hang(kernel: Kernel) -> None:
+    """At any moment a rank waits in one of them, and the other one seems to be missing."""
+    text, _ = interrupt(kernel, 'print("up")\nx = torch.ones(100_000)\nwhile True:\n    dist.all_reduce(x)')
+    assert "still computing in cell line" in text
+    assert "entered it" not in text
 
 
 def test_messages_that_nobody_sends_are_named(kernel: Kernel) -> None:
@@ -228,10 +239,10 @@ def test_ranks_that_wait_for_a_slow_one_are_left_alone_and_the_person_is_told_on
     kernel.run("doctor.SLOW_S = slow_s")
     assert shown.error == ""
     assert shown.lines(0) == shown.lines(1) == ["done"]
-    told = [line for line in shown.stdout.splitlines() if "has not entered it yet" in line]
+    told = [line for line in shown.stdout.splitlines() if "has not entered it" in line]
     assert len(told) == 1
     assert re.match(
-        r"rank 0 waits in all_reduce #2 \(cell line 9, .*\); rank 1 has not entered it yet: it is in cell line [78]",
+        r"rank 0 waits in all_reduce #2 \(cell line 9, .*\); rank 1 has not entered it: it is in cell line [78]",
         told[0],
     )
 
@@ -258,6 +269,32 @@ def test_a_second_interrupt_does_not_wait_for_answers(kernel: Kernel) -> None:
     assert time.monotonic() - sent_s < 20
     assert kernel.processes() == []
     kernel.run("doctor.HURRIED_ANSWER_S = hurried_s")
+
+
+def test_ranks_are_not_even_asked_to_end_after_a_second_interrupt(tmp_path: Path) -> None:
+    class InterruptedTwice(HangDoctor):
+        def look(self, group: RankGroup) -> bool:
+            if (tmp_path / "up").exists():
+                raise KeyboardInterrupt
+            return False
+
+        def examine(self, group: RankGroup, is_hurried: bool = False) -> None:
+            raise KeyboardInterrupt
+
+    script = f"""
+import pathlib, signal, time
+signal.signal(signal.SIGINT, lambda *_: pathlib.Path({str(tmp_path / "asked")!r}).touch())
+pathlib.Path({str(tmp_path / "up")!r}).touch()
+while True:
+    time.sleep(1)
+"""
+    group = RankGroup(None, None)
+    group.start(0, lambda env: DirectRank([sys.executable, "-S", "-c", script], env, None), dict(os.environ))
+    with pytest.raises(KeyboardInterrupt):
+        watch_ranks(group, time.monotonic() + 60, InterruptedTwice(JobFolder(tmp_path), print))
+    group.drain()
+    assert [end.exit_code for end in group.ends] == [-signal.SIGKILL]
+    assert not (tmp_path / "asked").exists()
 
 
 def test_a_rank_listens_in_one_folder_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

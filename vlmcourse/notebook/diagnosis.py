@@ -70,7 +70,7 @@ def diagnose(states: Mapping[int, RankState], died: Mapping[int, str] | None = N
 def describe_slow(states: Mapping[int, RankState]) -> str:
     """Say in one line which ranks the others wait for, if those are at work; empty if nobody waits so."""
     found = diagnose(states)
-    return found.finding.replace("never entered it", "has not entered it yet") if found and found.kind == "slow" else ""
+    return found.finding.replace("never entered it", "has not entered it") if found and found.kind == "slow" else ""
 
 
 def _explain_difference(here: Situation, operation: Operation, difference: str) -> Diagnosis:
@@ -156,10 +156,11 @@ def _say_missing(here: Situation, ranks: Sequence[int], operation: Operation) ->
     """Say of each rank that is not in an operation what it does instead; those that do the same share a phrase."""
     phrases = []
     for of in fold({rank: _say_activity(here, rank, operation) for rank in ranks}).values():
-        subject = "it" if len(of) == 1 else "they"
-        phrases.append(
-            f"{name_ranks(of)} never entered it: {subject} {_say_activity(here, of[0], operation, len(of) > 1)}"
-        )
+        state, is_one = here.states.get(of[0]), len(of) == 1
+        is_at_work = state is not None and of[0] not in here.waits and (state.uses_cpu or state.status == "silent")
+        verb = f"{'has' if is_one else 'have'} not entered it" if is_at_work else "never entered it"
+        activity = _say_activity(here, of[0], operation, not is_one)
+        phrases.append(f"{name_ranks(of)} {verb}: {'it' if is_one else 'they'} {activity}")
     return "; ".join(phrases)
 
 

@@ -75,9 +75,9 @@ class Observer:
         """
         uses_cpu = None
         if sample_s:
-            cpu_s, position, began_s = self._cpu_s(), name_position(self._frames()), time.monotonic()
+            cpu_s, progress, began_s = self._cpu_s(), self._progress(), time.monotonic()
             time.sleep(sample_s)
-            if name_position(self._frames()) != position:
+            if self._progress() != progress:
                 uses_cpu = True
             elif cpu_s is not None:
                 uses_cpu = (self._cpu_s() or 0.0) - cpu_s > BUSY_SHARE * (time.monotonic() - began_s)
@@ -118,6 +118,10 @@ class Observer:
     def _frames(self) -> list[FrameLine]:
         return frames_of_thread(self._thread.ident or 0)
 
+    def _progress(self) -> tuple[str, list[int | None]]:
+        """Return what is different once the main thread has moved on, even to the same line of a loop."""
+        return name_position(self._frames()), [group.num_begun for group in read_groups(self._num_before)]
+
     def _cpu_s(self) -> float | None:
         """Return the processor time of the main thread; None where the machine does not tell."""
         if not hasattr(time, "pthread_getcpuclockid") or self._thread.ident is None:
@@ -148,7 +152,7 @@ def read_entry(entry: dict[str, Any]) -> Collective:
         number=entry["collective_seq_id"],
         op=entry["profiling_name"].rpartition(":")[2],
         sizes=tuple(map(tuple, entry["input_sizes"])),
-        dtypes=tuple(DTYPES.get(name, name) for name in entry["input_dtypes"]),
+        dtypes=tuple(DTYPES.get(str(name), str(name)) for name in entry["input_dtypes"]),
         is_done=entry["retired"],
     )
 

@@ -169,6 +169,14 @@ def test_an_interrupt_leaves_a_usable_or_an_ended_session(session: Kernel, waits
         assert session.run("%%torchrun\ndist.barrier()\nprint(kept)").lines(1) == ["5"]
 
 
+def test_a_hang_is_explained_before_the_session_ends(session: Kernel) -> None:
+    session.run("%%torchrun\nimport torch, torch.distributed as dist\ndist.barrier()")
+    shown = session.run("%%torchrun\nif rank == 1:\n    dist.all_reduce(torch.ones(1))")
+    assert shown.error.startswith("SessionEnded: rank 1 waits in all_reduce #1 (cell line 3")
+    assert "rank 0 never entered it: it had finished" in shown.error and "begin another with" in shown.error
+    assert session.processes() == []
+
+
 def test_a_cell_past_its_time_leaves_a_usable_session_where_nothing_waits(session: Kernel) -> None:
     shown = session.run("%%torchrun --timeout 1\nimport time\nkept = 7\ntime.sleep(50)")
     assert shown.error.startswith("RankTimeout: the cell was stopped after 1 s")

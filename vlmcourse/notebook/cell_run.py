@@ -16,8 +16,9 @@ from typing import Any
 
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell
+from vlmcourse.notebook.doctor import HangDoctor
 from vlmcourse.notebook.elastic import run_elastic
-from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure
+from vlmcourse.notebook.failure import RankFailure, RankHang, RankTimeout, build_failure
 from vlmcourse.notebook.jobs import BOOT, Job, JobFolder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError
@@ -76,29 +77,40 @@ def run_job(
     """Run the ranks of a cell to their end; return the folder in which they left their outputs.
 
     Raises:
-        RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out.
+        RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out, `RankHang` if they
+            could not have gone on.
         RanksInterrupted: if a person interrupted the kernel.
     """
+    doctor = HangDoctor(folder, show.say)
     try:
-        return launch(folder, options, show, ranks)
+        return launch(folder, options, show, ranks, doctor)
     except KeyboardInterrupt:
-        raise RanksInterrupted(f"all {options.nproc} ranks were stopped; nothing is left running") from None
+        message = f"all {options.nproc} ranks were stopped; nothing is left running"
+        raise RanksInterrupted("\n".join(filter(None, [message, doctor.text]))) from None
+    except RankHang as error:
+        raise error from None
     except RankTimeout as error:
         raise RankTimeout(
-            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS, or look "
-            "for a rank that waits for another",
+            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS"
+            + (f"\n{doctor.text}" if doctor.text else ", or look for a rank that waits for another"),
             ends=error.ends,
         ) from None
     except RankFailure as error:
         with add_hint(namespace):
             if options.launcher == "elastic":  # the reports are those of the last attempt, and have been read
                 raise error from None
-            raise build_failure(error.ends, folder.read_reports(), folder.read_done()) from None
+            failure = build_failure(
+                error.ends, folder.read_reports(), folder.read_done(), is_explained=bool(doctor.text)
+            )
+            failure.args = ("\n".join(filter(None, [doctor.text, str(failure)])),)
+            raise failure from None
     finally:
         show.finish()
 
 
-def launch(folder: JobFolder, options: CellOptions, show: OutputReader, ranks: RankStarter) -> JobFolder:
+def launch(
+    folder: JobFolder, options: CellOptions, show: OutputReader, ranks: RankStarter, doctor: HangDoctor
+) -> JobFolder:
     """Start the ranks as `--launcher` says and wait for them; return the folder in which they left their outputs."""
     if options.launcher == "elastic":
         return run_elastic(
@@ -123,6 +135,7 @@ def launch(folder: JobFolder, options: CellOptions, show: OutputReader, ranks: R
         on_line=show.line,
         on_progress=show.progress,
         on_idle=show.idle,
+        doctor=doctor,
         private_dir=folder.path,
     )
     return folder

@@ -21,6 +21,8 @@ LOST_CONNECTION = (
     "connectfullmesh failed",
 )
 """What gloo, NCCL and the store say on a rank whose partner has gone: a consequence, never the cause."""
+IN_VAIN = ("timed out waiting", "wait timeout after", "failed to pass monitoredbarrier")
+"""What they say on a rank that has waited for the others as long as a collective may take."""
 CONNECTION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 LIKELY_CAUSES = {
     signal.SIGKILL: "the machine probably ran out of memory, or someone killed it",
@@ -70,6 +72,12 @@ class RankReport:
         return self.error_type in CONNECTION_ERRORS and any(words in message for words in LOST_CONNECTION)
 
     @property
+    def is_timeout(self) -> bool:
+        """Whether a collective of this rank took longer than it may."""
+        message = self.error_message.lower()
+        return self.error_type in CONNECTION_ERRORS and any(words in message for words in IN_VAIN)
+
+    @property
     def summary(self) -> str:
         """The exception in one line."""
         first_line = SOURCE_PLACE.sub("", (self.error_message.strip().splitlines() or [""])[0])
@@ -100,6 +108,10 @@ class RankFailure(RuntimeError):
 
 class RankTimeout(RankFailure):
     """The ranks were stopped because their time was up."""
+
+
+class RankHang(RankFailure):
+    """The ranks were stopped because they waited for one another and none could ever have gone on."""
 
 
 def describe_exit(exit_code: int) -> str:
@@ -154,6 +166,7 @@ def build_failure(
     reports: Mapping[int, RankReport],
     finished: Collection[int] = (),
     world_size: int | None = None,
+    is_explained: bool = False,
 ) -> RankFailure:
     """Make the exception that names the first failing rank, with one line for what became of the others.
 
@@ -162,6 +175,7 @@ def build_failure(
         reports: the exceptions that ranks wrote down, by rank.
         finished: ranks that had run their code to its end, even if they were stopped afterwards.
         world_size: how many ranks there are, where some are on other machines; by default as many as `ends`.
+        is_explained: whether it is said elsewhere whom the rank waited for.
     """
     root = find_root(ends, reports)
     report = reports.get(root.rank)
@@ -170,6 +184,8 @@ def build_failure(
     where = f" in {report.where}" if report is not None and report.where else ""
     if report is None:
         reason = describe_exit(root.exit_code) + describe_peak(root)
+    elif report.is_consequence and is_explained:
+        reason = f"failed{where}: lost its connection"
     elif report.is_consequence and left_early:
         reason = f"failed{where}: it waited for {name_ranks(left_early)}, which had finished without joining in"
     else:
@@ -207,5 +223,12 @@ def _fold(others: Sequence[tuple[int, str]]) -> list[str]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 2` or `ranks 0, 1, 3`."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+    """Return `rank 2`, `ranks 0, 1, 3` or, where four or more follow one another, `ranks 0-6, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(names)}"

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.machine import num_usable_cores
-from vlmcourse.notebook.failure import RankEnd, RankTimeout, build_failure, name_ranks
+from vlmcourse.notebook.doctor import HangDoctor, watch_ranks
+from vlmcourse.notebook.failure import RankEnd, RankFailure, RankHang, RankTimeout, build_failure, name_ranks
 from vlmcourse.notebook.jobs import open_job_folder
 from vlmcourse.notebook.rank_group import OnIdle, OnText, RankGroup
 from vlmcourse.notebook.starting import DirectRank, Starter
@@ -46,6 +47,7 @@ def run_ranks(
     on_idle: OnIdle | None = None,
     private_dir: Path | None = None,
     starter: Starter | None = None,
+    doctor: HangDoctor | None = None,
 ) -> RanksResult:
     """Run a command on `nproc` ranks of this machine and wait for them.
 
@@ -64,11 +66,12 @@ def run_ranks(
         on_idle: called many times a second, also when nothing is printed.
         private_dir: a folder that is removed if this process is killed while the ranks run; by default one of the run.
         starter: how to start a rank; by default `argv` in a process of its own.
+        doctor: says why ranks hang, where they listen to it; stops them early if they hang for certain.
     Returns:
         How each rank ended, and the seconds that the run took.
     Raises:
         ValueError: if an argument cannot be used, or the command does not exist.
-        RankFailure: if a rank failed; the others were stopped. `RankTimeout` if time ran out.
+        RankFailure: if a rank failed; the others were stopped. `RankTimeout` if time ran out, `RankHang` if they hang.
         RuntimeError: if the machine could not start a rank.
     """
     check_run(argv, nproc, timeout_s)
@@ -81,7 +84,7 @@ def run_ranks(
         try:
             for rank in range(nproc):
                 group.start(rank, start_rank, build_environment(rank, nproc, port, env or {}))
-            group.wait(until_s=started_s + timeout_s)
+            watch_ranks(group, started_s + timeout_s, doctor)
         finally:
             unfinished = group.unfinished
             group.stop()
@@ -90,10 +93,7 @@ def run_ranks(
     if any(end.exit_code != 0 and not end.was_stopped for end in ends):
         raise build_failure(ends, {})
     if unfinished:
-        still = describe_unfinished(unfinished, nproc)
-        raise RankTimeout(
-            f"{nproc} ranks were stopped after {timeout_s:g} s, the limit of this run: {still}", ends=ends
-        )
+        raise explain_stop(unfinished, ends, timeout_s, doctor)
     return RanksResult(ends, time.monotonic() - started_s)
 
 
@@ -108,6 +108,19 @@ def check_run(argv: Sequence[str], nproc: int, timeout_s: float) -> None:
         raise ValueError(f"timeout_s = {timeout_s}: must be more than 0 seconds")
     if not argv or shutil.which(argv[0]) is None:
         raise ValueError(f"argv = {list(argv)}: must begin with a program that exists")
+
+
+def explain_stop(
+    unfinished: Sequence[int], ends: Sequence[RankEnd], timeout_s: float, doctor: HangDoctor | None
+) -> RankFailure:
+    """Make the exception for ranks that were stopped although none had failed."""
+    if doctor is not None and doctor.is_deadlock:
+        return RankHang(
+            f"{doctor.text}\n  All {len(ends)} ranks were stopped: none could ever have gone on.", ends=ends
+        )
+    still = describe_unfinished(unfinished, len(ends))
+    message = f"{len(ends)} ranks were stopped after {timeout_s:g} s, the limit of this run: {still}"
+    return RankTimeout(message, ends=ends)
 
 
 def check_rank_count(nproc: int) -> None:

@@ -88,7 +88,8 @@ class TorchrunMagics(Magics):
         What ranks print appears line by line with the rank in front; what several print alike, once, as [0-3]. Figures,
         `display(...)` and pictures and tables as the last expression are shown for rank 0; a last expression that is
         text, for every rank. An exception on any rank stops the others and is raised here, as RankFailure with the
-        rank's own traceback. Interrupting the cell stops all ranks; nothing stays running.
+        rank's own traceback. Interrupting the cell stops all ranks; nothing stays running. Ranks that hang are asked
+        first: the error says who waits where for whom. If none of them can ever go on, that is after seconds.
 
         Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
 
@@ -112,7 +113,7 @@ class TorchrunMagics(Magics):
 
           %%torchrun -n 2 --timeout 30
           if rank == 0:
-              dist.barrier()   # rank 1 never comes: an error after 15 s that names this line
+              dist.barrier()   # rank 1 never comes: an error that names this line, and what rank 1 did instead
 
           %%torchrun -n 8 --ranks 0
           print("shown once")   # the other ranks print it too, unseen

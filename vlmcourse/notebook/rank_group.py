@@ -82,6 +82,8 @@ class RankGroup:
         self._on_progress = on_progress or (lambda rank, text: None)
         self._on_idle = on_idle or (lambda: None)
         self._ranks: list[RankProcess] = []
+        self.last_output_s = time.monotonic()
+        """When a rank last printed something, on the monotonic clock; at first, when the run began."""
         self._pipes = selectors.DefaultSelector()
 
     @property
@@ -93,6 +95,11 @@ class RankGroup:
     def ends(self) -> list[RankEnd]:
         """How the ranks ended, those that have, in rank order."""
         return [process.end for process in self._ranks if process.end is not None]
+
+    @property
+    def size(self) -> int:
+        """How many ranks were started."""
+        return len(self._ranks)
 
     def start(self, rank: int, starter: Starter, env: Mapping[str, str]) -> None:
         """Start one rank behind its guard.
@@ -128,10 +135,10 @@ class RankGroup:
                 return
             self._pump(min(POLL_S, left_s))
 
-    def stop(self) -> None:
-        """End every rank that is still running: ask twice, then kill. A second interrupt kills at once."""
+    def stop(self, at_once: bool = False) -> None:
+        """End every rank that is still running: ask twice, then kill. A second interrupt kills `at_once`."""
         try:
-            for number, patience_s in STOP_STEPS:
+            for number, patience_s in () if at_once else STOP_STEPS:
                 for process in self._ranks:
                     process.send(number)
                 end_s = time.monotonic() + patience_s
@@ -170,6 +177,7 @@ class RankGroup:
         for key, _ in self._pipes.select(seconds) if self._pipes.get_map() else ():
             process: RankProcess = key.data
             data = os.read(key.fd, CHUNK_BYTES)
+            self.last_output_s = time.monotonic()
             if data:
                 self._pass_on(process, data)
             else:

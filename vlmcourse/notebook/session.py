@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from vlmcourse.notebook.doctor import HangDoctor, waited_in_vain
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
 from vlmcourse.notebook.interrupts import ignore_interrupts
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
@@ -66,6 +67,10 @@ class OutputReader(Protocol):
         """Take the present state of a line that is being overwritten."""
         ...
 
+    def say(self, text: str) -> None:
+        """Show a remark that is not a rank's."""
+        ...
+
     def idle(self) -> None:
         """Show what has been taken long enough ago; called many times a second."""
         ...
@@ -92,6 +97,8 @@ class RankSession:
         self.num_cells = 0
         self._folder = JobFolder(make_job_folder())
         self._controls: list[int] = []
+        self.doctor = HangDoctor(self._folder, print)
+        """What it found out about the last cell, if that hung or was stopped."""
         self._reader: OutputReader | None = None
         self._cell_ends: dict[int, CellEnd] = {}
         self._end_mark = re.compile("$^")
@@ -116,7 +123,7 @@ class RankSession:
             for rank in range(self.nproc):
                 environment = build_environment(rank, self.nproc, port, RANK_ENVIRONMENT)
                 self._group.start(rank, start, environment)
-            self._wait(range(self.nproc), time.monotonic() + self.timeout_s)
+            self._wait(range(self.nproc), time.monotonic() + self.timeout_s, self.doctor)
         if self._group.ends:
             raise build_failure(self._stop_all(), self._folder.read_reports())
         if len(self._cell_ends) < self.nproc:
@@ -147,24 +154,42 @@ class RankSession:
         for rank in ranks:
             os.write(self._controls[rank], request)
         until_s = time.monotonic() + job.timeout_s
+        self.doctor = doctor = HangDoctor(folder, reader.say)
         try:
-            self._wait(ranks, until_s)
-            in_time = len(self._cell_ends) == len(ranks) or time.monotonic() < until_s
-            self._settle(ranks, interrupts=not in_time)
+            self._wait(ranks, until_s, doctor)
+            in_time = len(self._cell_ends) == len(ranks) or doctor.is_deadlock or time.monotonic() < until_s
+            self._examine(folder, ranks, doctor)
+            self._settle(ranks, interrupts=not in_time or doctor.is_deadlock)
         except KeyboardInterrupt:
-            with ignore_interrupts():
-                self._settle(ranks, interrupts=True)
-                if self._group.ends or self._why_unusable(ranks):
-                    self._end()
+            self._stop_cell(ranks, doctor)
             raise
         finally:
             self._reader = None
         if self._group.ends or self._why_unusable(ranks):
             raise self._end_with(folder, ranks, in_time)
         if not in_time:
-            raise RankTimeout(f"the cell was stopped after {job.timeout_s:g} s, its --timeout; the session goes on")
+            told = f"the cell was stopped after {job.timeout_s:g} s, its --timeout; the session goes on"
+            raise RankTimeout("\n".join(filter(None, [told, doctor.text])))
         if any(end.failed for end in self._cell_ends.values()):
             raise build_failure(self._as_ends(ranks), folder.read_reports())
+
+    def _examine(self, folder: JobFolder, ranks: Sequence[int], doctor: HangDoctor) -> None:
+        """Before anything is stopped, find out why ranks have not finished a cell."""
+        if len(self._cell_ends) == len(ranks) or doctor.is_deadlock:
+            return
+        failed = [end.rank for end in self._cell_ends.values() if end.failed]
+        reports = folder.read_reports()
+        if not self._group.ends and all(waited_in_vain(reports.get(rank)) for rank in failed):
+            doctor.examine(self._group)
+
+    def _stop_cell(self, ranks: Sequence[int], doctor: HangDoctor) -> None:
+        """Stop what an interrupted cell runs, and the session too if its ranks cannot be used any more."""
+        with contextlib.suppress(KeyboardInterrupt):  # a second one: nothing more is asked
+            doctor.examine(self._group, is_hurried=True)
+        with ignore_interrupts():
+            self._settle(ranks, interrupts=True)
+            if self._group.ends or self._why_unusable(ranks):
+                self._end()
 
     def check_alive(self) -> None:
         """Refuse to go on with ranks that have died since the last cell.
@@ -207,12 +232,13 @@ class RankSession:
 
     # --- Waiting and settling ---------------------------------------------------------------------------------------
 
-    def _wait(self, ranks: Sequence[int], until_s: float) -> None:
-        """Wait until these ranks have finished the cell, one has failed in it or died, or the clock reads `until_s`."""
+    def _wait(self, ranks: Sequence[int], until_s: float, doctor: HangDoctor) -> None:
+        """Wait until all have finished the cell, one has failed or died, they hang, or the clock reads `until_s`."""
 
         def is_done() -> bool:
             ends = self._cell_ends
-            return len(ends) == len(ranks) or any(end.failed for end in ends.values()) or bool(self._group.ends)
+            is_over = len(ends) == len(ranks) or any(end.failed for end in ends.values()) or bool(self._group.ends)
+            return is_over or doctor.look(self._group)
 
         self._group.wait(until_s, is_done)
 
@@ -248,7 +274,7 @@ class RankSession:
         reports = folder.read_reports()
         dead = self._group.ends
         left = [end.rank for end in dead if end.exit_code == 0]
-        told = [] if dead else [self._why_unusable(ranks)]
+        told = [] if dead else [self.doctor.text or self._why_unusable(ranks)]
         told += [f"rank {rank} of {self.nproc} left the session (exit code 0)" for rank in left]
         if not in_time:
             told.insert(0, "the cell passed its --timeout")

@@ -140,10 +140,14 @@ class SessionCommands:
 
     def describe_interrupt(self) -> str:
         """Say what an interrupt of a cell has left of the session."""
-        if self.current is not None and self.current.is_alive:
-            return "the cell was stopped; the session goes on with its variables"
-        self.current = None
-        return f"the cell was stopped, but its ranks still waited for each other. {ENDED}"
+        assert self.current is not None
+        found = self.current.doctor.text
+        if self.current.is_alive:
+            told = "the cell was stopped; the session goes on with its variables"
+        else:
+            self.current = None
+            told = f"the cell was stopped, but its ranks still waited for each other. {ENDED}"
+        return "\n".join(filter(None, [told, found]))
 
     def _stop_quietly(self) -> None:
         if self.current is not None:

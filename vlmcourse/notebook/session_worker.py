@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from vlmcourse.notebook.hang import Listener
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path
 
 RunCell = Callable[[JobFolder, Job], None]
 """Runs one cell in this rank's variables."""
 
 
-def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell) -> None:
+def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell, listener: Listener) -> None:
     """Run cells until the session is stopped.
 
     Args:
@@ -27,6 +28,7 @@ def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell) -> 
         rank: this process's.
         token: of the empty cell with which the session began; its end says that this rank is ready.
         run_cell: runs one cell; what it raises is reported, and the rank goes on.
+        listener: says meanwhile what this rank does.
     """
     # Between cells an interrupt is meant for the kernel alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -38,14 +40,16 @@ def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell) -> 
                 return
             cell_folder = JobFolder(Path(request["folder"]))
             job = cell_folder.read_job()
-            failed = not _run_reported(cell_folder, job, rank, run_cell)
+            failed = not _run_reported(cell_folder, job, rank, run_cell, listener)
             tell_end(job.token, failed=failed)
 
 
-def _run_reported(folder: JobFolder, job: Job, rank: int, run_cell: RunCell) -> bool:
+def _run_reported(folder: JobFolder, job: Job, rank: int, run_cell: RunCell, listener: Listener) -> bool:
     """Run one cell; return whether it succeeded, and leave a report if it did not."""
     from vlmcourse.notebook.worker import build_report
 
+    listener.open(folder.path)
+    listener.count_from_here()
     try:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,8 +57,10 @@ def _run_reported(folder: JobFolder, job: Job, rank: int, run_cell: RunCell) -> 
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except BaseException as error:  # whatever it was, the notebook shows it and the session goes on
+        listener.leave_end(error)
         folder.write_report(build_report(rank, error, time.monotonic()))
         return False
+    listener.leave_end()
     return True
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmcourse.notebook.failure import RankReport
+from vlmcourse.notebook.hang import Listener
 from vlmcourse.notebook.jobs import FILE_NAME, Job, JobFolder, write_private
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ def main(folder: str) -> None:
     """Run the cell that `folder` describes; on failure leave a report there and end the process with code 1."""
     rank = int(os.environ["RANK"])
     job_folder = JobFolder(Path(folder))
+    listener = Listener(rank)
     try:
-        run_job(job_folder)
+        listener.open(job_folder.path)
+        run_job(job_folder, listener)
     except BaseException as error:  # the rank's boundary: whatever it was, the notebook shows it
         # The launcher may be stopping this rank already, because of another: that must not cut the report short.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        listener.leave_end(error)
         report = build_report(rank, error, time.monotonic())
         try:
             job_folder.write_report(report)
@@ -49,8 +53,8 @@ def main(folder: str) -> None:
         os._exit(1)
 
 
-def run_job(folder: JobFolder) -> None:
-    """Run the cell between joining and leaving the process group."""
+def run_job(folder: JobFolder, listener: Listener) -> None:
+    """Run the cell between joining and leaving the process group; `listener` says meanwhile what this rank does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -64,6 +68,8 @@ def run_job(folder: JobFolder) -> None:
     from vlmcourse.notebook.variables import load_variables
 
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
+    listener.count_from_here()
+    listener.leave_word_before_abort()
     send_definitions_by_value()
     shell = get_shell()
     # What the cell defines is in `__main__`, where pickle and multiprocessing look for it.
@@ -88,9 +94,10 @@ def run_job(folder: JobFolder) -> None:
             write_outputs(folder, job, namespace)
 
     if job.stays:
-        serve_cells(folder, ranks.rank, job.token, run_one)
+        serve_cells(folder, ranks.rank, job.token, run_one, listener)
     else:
         run_one(folder, job)
+        listener.leave_end()
     leave_group(ranks, folder)
 
 

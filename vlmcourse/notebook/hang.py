@@ -1,0 +1,201 @@
+"""Why does my run hang? What ranks tell when they are asked, and how those of a script find out by themselves.
+
+In a cell, `Listener` answers the notebook's question. In a script under `torchrun`, `watch` is called once at the top:
+
+    from vlmcourse.notebook import hang
+    hang.watch("/shared/folder", stall_s=60)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vlmcourse.notebook.diagnosis import diagnose
+from vlmcourse.notebook.jobs import write_private
+from vlmcourse.notebook.last_words import call_before_abort
+from vlmcourse.notebook.observer import SAMPLE_S, Observer, record_collectives
+from vlmcourse.notebook.rank_state import RankState, read_states, to_json
+
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
+"""Makes a rank that cannot answer write its stack; one that neither launchers nor schedulers use."""
+WATCH_EVERY_S = 1.0
+ANSWERS_S = 3.0
+"""How long a rank that has noticed a stall waits for what the others say."""
+
+
+class Listener:
+    """Answers questions about this rank, from a thread that sleeps until one comes."""
+
+    def __init__(self, rank: int) -> None:
+        """Switch the flight record on."""
+        record_collectives()
+        self._observer = Observer(rank)
+        self._rank = rank
+        self._folder: Path | None = None
+        self._fifo: int | None = None
+        self._stack_file: Any = None
+        self._is_heard_before_abort = False
+
+    def open(self, folder: Path) -> None:
+        """Listen in the private folder of a cell; the folder before is let go.
+
+        Raises:
+            OSError: if the folder cannot be written.
+        """
+        self.close()
+        self._folder = folder
+        path = folder / f"ask-{self._rank}"
+        os.mkfifo(path, 0o600)
+        # For writing too: then reading waits for the next question instead of ending with the first.
+        self._fifo = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(folder / f"stack-{self._rank}.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        previous, self._stack_file = self._stack_file, os.fdopen(handle, "w")
+        faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)
+        if previous is not None:
+            previous.close()
+        about = {"pid": os.getpid(), "main_thread": threading.main_thread().ident}
+        write_private(folder / f"rank-{self._rank}.json", json.dumps(about).encode())
+        threading.Thread(target=self._serve, args=(folder, self._fifo), name="hang doctor", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._fifo is not None:
+            os.write(self._fifo, b"\n")  # the thread closes it: nobody else may get its number before that
+            self._fifo = None
+
+    def count_from_here(self) -> None:
+        """Number the collectives from now on; call it once the group is there and the cell begins."""
+        self._observer.count_from_here()
+
+    def leave_word_before_abort(self) -> None:
+        """From now on, say where this rank is also when compiled code gives up; torch has to be there already."""
+        if not self._is_heard_before_abort:
+            self._is_heard_before_abort = call_before_abort(lambda: self._leave(self._observer.observe_abort()))
+
+    def leave_end(self, error: BaseException | None = None) -> None:
+        """Say, for the others' sake, how far this rank came in the cell."""
+        self._leave(self._observer.observe_end(error, error.__traceback__ if error is not None else None))
+
+    def _leave(self, state: RankState) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                write_private(self._folder / f"end-{self._rank}.json", to_json(state))
+
+    def _serve(self, folder: Path, fifo: int) -> None:
+        while True:
+            question = os.read(fifo, 4096).splitlines()[-1]  # several at once: nobody waits for the earlier ones
+            if not question:
+                os.close(fifo)
+                return
+            number, sample_s = question.split()
+            state = self._observer.observe(float(sample_s))
+            with contextlib.suppress(OSError):  # the folder has gone, or the question is asked twice
+                write_private(folder / f"state-{self._rank}-{int(number)}.json", to_json(state))
+
+
+def watch(folder: str | Path, stall_s: float = 60.0) -> None:
+    """Have the ranks of a script find out why they hang; one of them prints it to standard error.
+
+    Call it on every rank before `init_process_group`. From then on a thread looks once a second. When the main thread
+    has waited in one collective (or for one message) for `stall_s`, every rank writes what it does into the folder, and
+    the rank that was first to notice prints the diagnosis, once for each stall. The run itself is left alone.
+
+    Args:
+        folder: the same for all ranks, such as the one for logs; a folder for this run is made in it.
+        stall_s: seconds without progress that are a stall: longer than the longest step of the slowest rank.
+    Raises:
+        ValueError: if `stall_s` is not above 0, or RANK is not set, as launchers such as `torchrun` do.
+        OSError: if the folder cannot be written.
+    """
+    if not stall_s > 0:
+        raise ValueError(f"stall_s = {stall_s}: must be more than 0 seconds")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError("hang.watch: RANK and WORLD_SIZE are not set: start the script with torchrun")
+    watcher = _Watcher(Path(folder), stall_s, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    threading.Thread(target=watcher.run, name="hang watch", daemon=True).start()
+
+
+class _Watcher:
+    """One rank's part of `watch`."""
+
+    def __init__(self, folder: Path, stall_s: float, rank: int, world_size: int) -> None:
+        record_collectives()
+        run = [
+            os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+        ]
+        self._folder = folder / f"hang-{'-'.join(filter(None, run))}"
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stall_s, self._rank, self._world_size = stall_s, rank, world_size
+        self._observer = Observer(rank)
+        self._error: BaseException | None = None
+        self._end = self._folder / f"end-{rank}.json"
+        self._end.unlink(missing_ok=True)  # of a run that had the same name
+        self._num_answered = self._num_stalls()
+        atexit.register(self._leave_end)
+        self._show_exception, sys.excepthook = sys.excepthook, self._note_exception
+
+    def run(self) -> None:
+        """Look for ever."""
+        before, since_s, told = self._observer.observe(with_conditions=False), time.monotonic(), ""
+        while True:
+            time.sleep(min(WATCH_EVERY_S, self._stall_s / 4))
+            now = self._observer.observe(with_conditions=False)
+            is_still = now.position == before.position and now.main_cpu_s - before.main_cpu_s < self._stall_s / 100
+            if now.wait is None or not is_still:
+                before, since_s = now, time.monotonic()
+            stalled_s, number = time.monotonic() - since_s, self._num_stalls()
+            is_reporter = False
+            if number == self._num_answered and stalled_s > self._stall_s and now.position != told:
+                number += 1
+                with contextlib.suppress(FileExistsError):  # another rank has just noticed it too
+                    write_private(self._folder / f"stall-{number}", b"")
+                    is_reporter = True
+            if number > self._num_answered:
+                self._answer(number)
+                told = now.position
+            if is_reporter:
+                self._report(number, stalled_s)
+
+    def _num_stalls(self) -> int:
+        """Return how many stalls there have been."""
+        return max((int(path.name.removeprefix("stall-")) for path in self._folder.glob("stall-*[0-9]")), default=0)
+
+    def _answer(self, number: int) -> None:
+        """Write down what this rank does."""
+        self._num_answered = number
+        state = self._observer.observe(SAMPLE_S)
+        with contextlib.suppress(OSError):
+            write_private(self._folder / f"state-{self._rank}-{number}.json", to_json(state))
+
+    def _report(self, number: int, stalled_s: float) -> None:
+        """Wait for what the others say, and print why nothing goes on."""
+        end_s, ranks = time.monotonic() + ANSWERS_S, range(self._world_size)
+        states: dict[int, RankState] = {}
+        while len(states) < self._world_size and time.monotonic() < end_s:
+            time.sleep(0.1)
+            states = read_states({rank: self._folder / f"state-{rank}-{number}.json" for rank in ranks})
+            states |= read_states({rank: self._folder / f"end-{rank}.json" for rank in ranks})
+        found = diagnose(states)
+        if found is not None:
+            print(f"hang.watch: no progress for {stalled_s:.0f} s: {found.text}", file=sys.stderr, flush=True)
+
+    def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._error = error
+        self._show_exception(kind, error, trace)
+
+    def _leave_end(self) -> None:
+        """Say, for the others' sake, how this rank ended and how far it had come."""
+        state = self._observer.observe_end(self._error, self._error.__traceback__ if self._error is not None else None)
+        with contextlib.suppress(OSError):
+            write_private(self._end, to_json(state))

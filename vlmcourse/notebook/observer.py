@@ -1,0 +1,240 @@
+"""What a rank sees of itself: where its main thread is, and which collectives it has entered.
+
+Reads Python's frames and the flight record of `torch.distributed`, which has to be switched on before
+`init_process_group`. Torch is imported by the code that is observed, never here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from vlmcourse.notebook.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
+from vlmcourse.notebook.rank_state import WORLD, Collective, Group, RankState, Wait
+
+RECORD_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+RECORD_ENTRIES = 256
+RECENT_ENTRIES = 24
+"""How many collectives of each group a rank tells about."""
+SAMPLE_S = 0.05
+"""For how long a main thread is watched, to see whether it computes."""
+BUSY_SHARE = 0.2
+"""A main thread that computes for more than this part of the time that it is watched does not wait."""
+C10D = "distributed_c10d.py"
+POINT_TO_POINT = ("send", "recv")
+UNRECORDED = ("monitored_barrier",)
+"""What leaves no entry in the flight record."""
+SETUP = frozenset({"init_process_group", "new_group", "split_group", "_store_based_barrier", "rendezvous"})
+DTYPES: dict[str, str] = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+
+
+def record_collectives() -> None:
+    """Switch the flight record on; it must be before the process group is made."""
+    os.environ.setdefault(RECORD_VARIABLE, str(RECORD_ENTRIES))
+
+
+class Observer:
+    """Looks at the main thread and the collectives of this process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._num_before: dict[str, int] = {}
+        self._thread = threading.main_thread()
+
+    def count_from_here(self) -> None:
+        """Number the collectives of every group from now on: those so far were not the person's."""
+        self._num_before = {}
+        for entry in read_record()[0]:
+            self._num_before[entry.group] = max(entry.number, self._num_before.get(entry.group, 0))
+
+    def observe(self, sample_s: float = 0.0, with_conditions: bool = True) -> RankState:
+        """Describe what this rank is doing.
+
+        Args:
+            sample_s: for how many seconds to watch whether the main thread computes; 0 does not watch.
+            with_conditions: whether to read the sources for the `if`s around the code.
+        """
+        uses_cpu = None
+        if sample_s:
+            cpu_s, progress, began_s = self._cpu_s(), self._progress(), time.monotonic()
+            time.sleep(sample_s)
+            if self._progress() != progress:
+                uses_cpu = True
+            elif cpu_s is not None:
+                uses_cpu = (self._cpu_s() or 0.0) - cpu_s > BUSY_SHARE * (time.monotonic() - began_s)
+        frames = self._frames()
+        return self._describe(frames, "running", uses_cpu, with_conditions)
+
+    def observe_end(self, error: BaseException | None = None, trace: TracebackType | None = None) -> RankState:
+        """Describe how this rank ended: at its end, or by an exception."""
+        if error is None:
+            return self._describe([], "finished", None, False)
+        return self._describe(frames_of_traceback(trace), "failed", None, True, f"{type(error).__name__}: {error}")
+
+    def observe_abort(self) -> RankState:
+        """Describe how compiled code ends this rank, while its main thread still waits."""
+        return self._describe(self._frames(), "failed", None, True, "compiled code gave up")
+
+    def _describe(
+        self, frames: Sequence[FrameLine], status: str, uses_cpu: bool | None, with_conditions: bool, error: str = ""
+    ) -> RankState:
+        recent, is_whole = read_record()
+        last = recent[-1] if recent and recent[-1].number > self._num_before.get(recent[-1].group, 0) else None
+        lines = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
+        return RankState(
+            rank=self.rank,
+            status=status,
+            stack=find_places(lines, with_conditions),
+            wait=find_wait(frames, recent, last if "gloo" in error.lower() else None),
+            uses_cpu=uses_cpu,
+            recent=tuple(recent),
+            groups=tuple(read_groups(self._num_before)),
+            position=f"{name_position(frames)} {[(each.group, each.number, each.is_done) for each in recent[-3:]]}",
+            main_cpu_s=self._cpu_s() or 0.0,
+            process_cpu_s=time.process_time(),
+            error=error,
+            has_whole_record=is_whole,
+        )
+
+    def _frames(self) -> list[FrameLine]:
+        return frames_of_thread(self._thread.ident or 0)
+
+    def _progress(self) -> tuple[str, list[int | None]]:
+        """Return what is different once the main thread has moved on, even to the same line of a loop."""
+        return name_position(self._frames()), [group.num_begun for group in read_groups(self._num_before)]
+
+    def _cpu_s(self) -> float | None:
+        """Return the processor time of the main thread; None where the machine does not tell."""
+        if not hasattr(time, "pthread_getcpuclockid") or self._thread.ident is None:
+            return None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+
+def read_record() -> tuple[list[Collective], bool]:
+    """Return the last collectives of each group, in the order in which they began, and whether the record is whole."""
+    bindings: Any = sys.modules.get("torch._C._distributed_c10d")
+    if bindings is None:
+        return [], True
+    entries = json.loads(bindings._dump_fr_trace_json()).get("entries", [])
+    kept: list[Collective] = []
+    num_of: dict[str, int] = {}
+    for entry in sorted(entries, key=lambda entry: entry["record_id"], reverse=True):
+        group = entry["process_group"][0]
+        num_of[group] = num_of.get(group, 0) + 1
+        if not entry["is_p2p"] and num_of[group] <= RECENT_ENTRIES:
+            kept.append(read_entry(entry))
+    return kept[::-1], min((entry["record_id"] for entry in entries), default=0) == 0
+
+
+def read_entry(entry: dict[str, Any]) -> Collective:
+    """Read one entry of the flight record."""
+    return Collective(
+        group=entry["process_group"][0],
+        number=entry["collective_seq_id"],
+        op=entry["profiling_name"].rpartition(":")[2],
+        sizes=tuple(map(tuple, entry["input_sizes"])),
+        dtypes=tuple(DTYPES.get(str(name), str(name)) for name in entry["input_dtypes"]),
+        is_done=entry["retired"],
+    )
+
+
+def read_groups(num_before: dict[str, int]) -> list[Group]:
+    """Return the process groups that this rank belongs to."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None:
+        return []
+    world, found = module._world, []
+    for group, ranks in list(world.pg_group_ranks.items()):
+        name, num_begun = world.pg_names.get(group), None
+        if name is None:
+            continue
+        with contextlib.suppress(RuntimeError):  # backends need not count
+            num_begun = group._get_sequence_number_for_group()
+        label = WORLD if group is world.default_pg else group.group_desc
+        found.append(Group(name, label, tuple(sorted(ranks)), num_before.get(name, 0), num_begun))
+    return found
+
+
+def name_position(frames: Sequence[FrameLine]) -> str:
+    """Return a text that changes whenever a thread moves on."""
+    return str([(frame.f_code.co_name, line, frame.f_lasti) for frame, line in frames])
+
+
+def find_wait(
+    frames: Sequence[FrameLine], recent: Sequence[Collective], failed: Collective | None = None
+) -> Wait | None:
+    """Return what PyTorch is waiting for, as a stack and the flight record tell; None if for nothing.
+
+    Args:
+        frames: of the main thread, innermost first.
+        recent: its last collectives.
+        failed: the collective that an exception ended, if so: it counts as done in the record.
+    """
+    inner: list[FrameLine] = []
+    for frame, line in frames:
+        if is_shown(frame.f_code.co_filename):
+            break
+        inner.append((frame, line))
+    pending = next((each for each in recent if not each.is_done), failed)
+    calls = [frame for frame, _ in inner if frame.f_code.co_filename.endswith(C10D)]
+    names = [frame.f_code.co_name for frame in calls]
+    call = names[-1] if names else ""
+    if any("/torch/distributed/" in frame.f_code.co_filename for frame, _ in inner):
+        if names and names[0] in POINT_TO_POINT:
+            return Wait(names[0], call, peer=_find_rank(calls[0].f_locals, "src", "dst"))
+        if pending is not None and call not in UNRECORDED:
+            root, reduce_op = _read_arguments(calls[0].f_locals) if calls else (None, "")
+            return Wait("collective", call, pending, root=root, reduce_op=reduce_op)
+        is_setup = any(frame.f_code.co_name in SETUP for frame, _ in inner)
+        return Wait("setup" if is_setup else "object", call)
+    is_backward = bool(inner) and inner[0][0].f_code.co_name == "_engine_run_backward"
+    if pending is not None and (is_backward or _waits_for_handle(frames, inner)):
+        return Wait("collective", "", pending)
+    return Wait("object", "") if _waits_for_handle(frames, inner) else None
+
+
+def _waits_for_handle(frames: Sequence[FrameLine], inner: Sequence[FrameLine]) -> bool:
+    """Whether the person's own line calls something compiled that is named `wait`."""
+    if inner or not frames:
+        return False
+    (frame, line), *_ = frames
+    places = find_places([(frame.f_code.co_filename, line, "")], with_conditions=False)
+    return bool(places) and re.search(r"\.wait\(", places[0].text) is not None
+
+
+def _read_arguments(variables: dict[str, Any]) -> tuple[int | None, str]:
+    """Return the root rank and the reduction of a call of `torch.distributed`, where it has them."""
+    reduce_op = str(variables["op"]).rpartition(".")[2] if "op" in variables else ""
+    return _find_rank(variables, "src", "dst"), reduce_op
+
+
+def _find_rank(variables: dict[str, Any], *names: str) -> int | None:
+    """Return the rank, in the group of all ranks, that a call names."""
+    for name in names:
+        if isinstance(variables.get(name), int):
+            return variables[name]
+        in_group = variables.get(f"group_{name}")
+        if isinstance(in_group, int):
+            module: Any = sys.modules["torch.distributed.distributed_c10d"]
+            with contextlib.suppress(Exception):
+                return module.get_global_rank(variables.get("group") or module.GroupMember.WORLD, in_group)
+    return None

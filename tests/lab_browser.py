@@ -20,7 +20,7 @@ from pathlib import Path
 import nbformat
 from lab_server import LAB_FLAGS, fetch, served
 from nbformat import v4
-from playwright.sync_api import Locator, Page, sync_playwright
+from playwright.sync_api import Locator, Page, ViewportSize, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER_FLAGS = (
@@ -32,7 +32,7 @@ BROWSER_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WINDOW = {"width": 1060, "height": 760}
+WINDOW: ViewportSize = {"width": 1060, "height": 760}
 SHARPNESS = 1.5
 """Pixels of a picture for each of the window, in both directions."""
 OPEN_S = 90.0

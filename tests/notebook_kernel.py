@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +51,12 @@ def ranks_of(tag: str) -> list[int]:
 class Kernel:
     """One kernel with the course's extension loaded; nothing is shared with the test process but files."""
 
-    def __init__(self, cwd: str | None = None) -> None:
+    def __init__(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> None:
         self.mark = uuid.uuid4().hex
         self.manager = KernelManager()
-        self.manager.start_kernel(env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"}, cwd=cwd)
+        environment = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", **(env or {})}
+        quiet = ["--Application.log_level=40"]  # it would warn about its ports at every start
+        self.manager.start_kernel(env=environment, cwd=cwd, extra_arguments=quiet)
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=120)
@@ -110,21 +113,24 @@ class Kernel:
     def processes(self, with_server: bool = False) -> list[psutil.Process]:
         """Return what runs with this kernel's mark in its environment, except the kernel and its idle fork server."""
         kernel_pid = self.manager.provisioner.pid  # type: ignore[union-attr]
-        found = []
-        for process in psutil.process_iter():
-            try:
-                is_ours = process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
-            except psutil.Error:
-                continue
-            if is_ours and process.pid != kernel_pid and (with_server or not is_server(process, kernel_pid)):
-                found.append(process)
-        return found
+        others = [found for found in marked_processes(self.mark) if found.pid != kernel_pid]
+        return [found for found in others if with_server or not is_server(found, kernel_pid)]
 
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         for process in self.processes(with_server=True):
             process.kill()
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Return what runs with this mark in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def is_server(process: psutil.Process, kernel_pid: int) -> bool:

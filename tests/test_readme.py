@@ -2,22 +2,15 @@
 
 import csv
 import json
-import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
 import pytest
+from lab_server import LAB_FLAGS, fetch, served
 from notebook_kernel import Kernel
 from readme import README, ROOT, environment, notebook_cells, shell_commands
 
@@ -138,40 +131,3 @@ def check_formgrader(folder: Path) -> None:
         found = json.loads(fetch(server, f"{url}/formgrader/api/submissions/{CHAPTER}?token=test"))
         waiting = {submission["student"]: submission["needs_manual_grade"] for submission in found}
         assert waiting == {"anna": True, "bo": False}
-
-
-LAB_FLAGS = ("--no-browser", "--ip=127.0.0.1", "--IdentityProvider.token=test", "--ServerApp.port_retries=0")
-
-
-@contextmanager
-def served(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Start a Jupyter server on a free port, which stands for {port} in the command; give its process and address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [part.replace("{port}", str(port)) for part in command],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield server, f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait(timeout=30)
-
-
-def fetch(server: subprocess.Popen, url: str, limit_s: float = 120) -> bytes:
-    """Return what the server answers, waiting for it to start."""
-    until = time.monotonic() + limit_s
-    while True:
-        assert server.poll() is None, f"the server ended with exit code {server.poll()}"
-        try:
-            with urllib.request.urlopen(url, timeout=10) as response:
-                return response.read()
-        except (urllib.error.URLError, ConnectionError) as error:
-            assert time.monotonic() < until, f"no answer within {limit_s} s: {error}"
-            time.sleep(0.3)

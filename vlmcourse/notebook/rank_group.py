@@ -148,7 +148,9 @@ class RankGroup:
             self._kill()
 
     def drain(self) -> None:
-        """Pass on what is left in the pipes after every rank has ended, and close them."""
+        """Pass on what is left in the pipes after every rank has ended, and close them; safe to call twice."""
+        if self._pipes.get_map() is None:
+            return
         end_s = time.monotonic() + DRAIN_S
         while self._pipes.get_map() and time.monotonic() < end_s:
             self._pump(POLL_S)

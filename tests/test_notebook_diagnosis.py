@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from vlmcourse.notebook.diagnosis import ADVICE, Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.failure import name_ranks
-from vlmcourse.notebook.places import find_conditions, is_shown
-from vlmcourse.notebook.rank_state import (
+from vlmcourse.notebook.hang.diagnosis import ADVICE, Diagnosis, describe_slow, diagnose
+from vlmcourse.notebook.hang.places import find_conditions, is_shown
+from vlmcourse.notebook.hang.rank_state import (
     WORLD,
     Collective,
     Condition,
@@ -18,7 +18,7 @@ from vlmcourse.notebook.rank_state import (
     from_json,
     to_json,
 )
-from vlmcourse.notebook.situation import Situation, is_deadlock
+from vlmcourse.notebook.hang.situation import Situation, is_deadlock
 
 BEFORE = 1
 """Collectives of the group of all ranks before the cell: joining makes one."""

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from notebook_kernel import Kernel, Shown, wait_until
 
-from vlmcourse.notebook.doctor import HangDoctor, watch_ranks
-from vlmcourse.notebook.hang import Listener
+from vlmcourse.notebook.hang.doctor import HangDoctor, watch_ranks
+from vlmcourse.notebook.hang.listener import Listener
+from vlmcourse.notebook.hang.observer import RECORD_VARIABLE
+from vlmcourse.notebook.hang.rank_state import read_states
 from vlmcourse.notebook.jobs import JobFolder
-from vlmcourse.notebook.observer import RECORD_VARIABLE
 from vlmcourse.notebook.rank_group import RankGroup
-from vlmcourse.notebook.rank_state import read_states
 from vlmcourse.notebook.starting import DirectRank
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]

@@ -16,9 +16,9 @@ from typing import Any
 
 from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell
-from vlmcourse.notebook.doctor import HangDoctor
 from vlmcourse.notebook.elastic import run_elastic
 from vlmcourse.notebook.failure import RankFailure, RankHang, RankTimeout, build_failure
+from vlmcourse.notebook.hang.doctor import HangDoctor
 from vlmcourse.notebook.jobs import BOOT, Job, JobFolder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError

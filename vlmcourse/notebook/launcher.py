@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.machine import num_usable_cores
-from vlmcourse.notebook.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankHang, RankTimeout, build_failure, name_ranks
+from vlmcourse.notebook.hang.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.jobs import open_job_folder
 from vlmcourse.notebook.rank_group import OnIdle, OnText, RankGroup
 from vlmcourse.notebook.starting import DirectRank, Starter

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from vlmcourse.notebook.doctor import HangDoctor, waited_in_vain
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
+from vlmcourse.notebook.hang.doctor import HangDoctor, waited_in_vain
 from vlmcourse.notebook.interrupts import ignore_interrupts
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
 from vlmcourse.notebook.launcher import build_environment, reserve_port

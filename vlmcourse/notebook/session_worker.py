@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vlmcourse.notebook.hang import Listener
+from vlmcourse.notebook.hang.listener import Listener
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path
 
 RunCell = Callable[[JobFolder, Job], None]

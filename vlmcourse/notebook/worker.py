@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmcourse.notebook.failure import RankReport
-from vlmcourse.notebook.hang import Listener
+from vlmcourse.notebook.hang.listener import Listener
 from vlmcourse.notebook.jobs import FILE_NAME, Job, JobFolder, write_private
 
 if TYPE_CHECKING:

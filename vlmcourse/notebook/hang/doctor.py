@@ -1,6 +1,6 @@
 """Finds out why the ranks of a cell hang, before they are stopped; and while they run, whether they ever can go on.
 
-Enters: the private folder in which the ranks listen (see `hang.py`). Leaves: a `Diagnosis`. Nothing here waits for more
+Enters: the folder in which the ranks listen (see `listener.py`). Leaves: a `Diagnosis`. Nothing here waits for more
 than a second and a half, and a rank that does not answer costs no more than that.
 """
 
@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from vlmcourse.notebook.diagnosis import Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.failure import RankEnd, RankReport, describe_exit
-from vlmcourse.notebook.hang import STACK_SIGNAL
+from vlmcourse.notebook.hang.diagnosis import Diagnosis, describe_slow, diagnose
+from vlmcourse.notebook.hang.listener import STACK_SIGNAL
+from vlmcourse.notebook.hang.observer import SAMPLE_S
+from vlmcourse.notebook.hang.places import find_places
+from vlmcourse.notebook.hang.rank_state import Place, RankState, read_states
+from vlmcourse.notebook.hang.situation import is_deadlock
 from vlmcourse.notebook.jobs import JobFolder
-from vlmcourse.notebook.observer import SAMPLE_S
-from vlmcourse.notebook.places import find_places
 from vlmcourse.notebook.rank_group import RankGroup
-from vlmcourse.notebook.rank_state import Place, RankState, read_states
-from vlmcourse.notebook.situation import is_deadlock
 
 ANSWER_S = 1.0
 HURRIED_ANSWER_S = 0.25

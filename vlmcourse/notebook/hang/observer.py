@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from vlmcourse.notebook.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
-from vlmcourse.notebook.rank_state import WORLD, Collective, Group, RankState, Wait
+from vlmcourse.notebook.hang.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
+from vlmcourse.notebook.hang.rank_state import WORLD, Collective, Group, RankState, Wait
 
 RECORD_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 RECORD_ENTRIES = 256

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from vlmcourse.notebook.hang.rank_state import Condition, Place
 from vlmcourse.notebook.jobs import FILE_NAME
-from vlmcourse.notebook.rank_state import Condition, Place
 
 MAX_PLACES = 12
 NOTEBOOK_FOLDER = f"{Path(__file__).parent}/"

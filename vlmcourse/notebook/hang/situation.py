@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vlmcourse.notebook.rank_state import Collective, Condition, Group, RankState, Wait
+from vlmcourse.notebook.hang.rank_state import Collective, Condition, Group, RankState, Wait
 
 SAME_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "broadcast", "reduce")
 """Collectives whose inputs have the same number of elements on every rank; in others each may bring its own."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vlmcourse.notebook.failure import name_ranks
-from vlmcourse.notebook.rank_state import Collective, Group, RankState, Wait
-from vlmcourse.notebook.situation import Operation, Situation
+from vlmcourse.notebook.hang.rank_state import Collective, Group, RankState, Wait
+from vlmcourse.notebook.hang.situation import Operation, Situation
 
 ADVICE = {
     "skipped": "Every rank must call every collective: take the call out of the condition, and give all ranks as many "

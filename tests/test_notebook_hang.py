@@ -36,7 +36,10 @@ def kernel() -> Iterator[Kernel]:
     kernel = Kernel()
     try:
         # The waits of this suite are for seconds, not the doctor's for a person.
-        assert kernel.run("%load_ext vlmcourse\nfrom vlmcourse.notebook import doctor\ndoctor.QUIET_S = 1").error == ""
+        assert (
+            kernel.run("%load_ext vlmcourse\nfrom vlmcourse.notebook.hang import doctor\ndoctor.QUIET_S = 1").error
+            == ""
+        )
         yield kernel
     finally:
         kernel.close()

@@ -26,7 +26,11 @@ print("up", rank)
 if rank == 0:
     dist.all_reduce(torch.ones(1))
 time.sleep(600)  # rank 1 skips the all_reduce"""
-DIAGNOSIS = ["RanksInterrupted"]
+DIAGNOSIS = [
+    "RanksInterrupted",
+    "rank 0 waits in all_reduce #1 (cell line 5",
+    "rank 1 never entered it: it is in cell line 6",
+]
 """What the person reads who interrupts the hanging cell."""
 
 

@@ -20,7 +20,7 @@ from vlmcourse.notebook.hang.rank_state import Condition, Place
 from vlmcourse.notebook.jobs import FILE_NAME
 
 MAX_PLACES = 12
-NOTEBOOK_FOLDER = f"{Path(__file__).parent}/"
+NOTEBOOK_FOLDER = f"{Path(__file__).parent.parent}/"
 STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
 PERSONS_CODE = ("<string>", "<stdin>")
 """Sources without a file that are nevertheless the person's: `python -c` and standard input."""

@@ -57,11 +57,13 @@ for number in range({lines}):
 """
 TRIES = 3
 """How often a person runs the first cell again that showed nothing."""
-DEATH = ("SIGKILL", r"signal:? 9|exitcode: -9", "killed", "died", "onnection closed", "imeout")
+DEATH = (r"Error: .*SIGKILL", "SIGKILL", r"signal:? 9|exitcode *: *-9", "killed", "died", "Error", "imeout")
 """Words that tell of a killed rank, the best first."""
 MAX_WORDS = 70
 SETTLE_S = 2.0
 ORPHANS_AFTER_S = 5.0
+SOURCE_PLACE = re.compile(r"\[\S*\.\w+:\d+\] |^\w\d{4} [\d:.]+ \d+ \S+\] ")
+"""When, or where in PyTorch's own source, something went wrong."""
 ESCAPES = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 
@@ -189,7 +191,7 @@ def has_ended(cell: Cell) -> bool:
 def shorten(text: str) -> str:
     """Return the first line that says something, fit for a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip(" -=")] or [""]
-    line = lines[0].replace("|", "/")
+    line = SOURCE_PLACE.sub("", lines[0]).replace("|", "/")
     return line if len(line) <= MAX_WORDS else line[: MAX_WORDS - 3] + "..."
 
 
@@ -230,7 +232,7 @@ def measure_exception(notebook: Notebook) -> str:
         return f"cell did not end within {notebook.limits.seconds:g} s"
     told = cell.text
     rank = "names the rank" if re.search(r"(?i)\brank[ :]*1\b|\[1[\]:]|\[\w+:1\]|process 1\b", told) else "no rank"
-    line = "and the line" if 'raise ValueError("planted")' in told else "no line"
+    line = "and the line" if re.search(r"raise ValueError\(.planted.\)|line 2, in <module>", told) else "no line"
     error = f"error ({cell.error.split(':')[0]})" if cell.error else "**shown as success**"
     return f"{error}, {rank}, {line}"
 

@@ -63,7 +63,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        return int(self.run("import os; print(os.getpid())").stdout)
+        return self.manager.provisioner.pid  # type: ignore[union-attr]
 
     def run(self, code: str, timeout_s: float = START_S, on_text: Callable[[str], None] | None = None) -> Shown:
         """Run a cell; `on_text` is called with all of its text so far, whenever some arrives."""
@@ -112,9 +112,8 @@ class Kernel:
 
     def processes(self, with_server: bool = False) -> list[psutil.Process]:
         """Return what runs with this kernel's mark in its environment, except the kernel and its idle fork server."""
-        kernel_pid = self.manager.provisioner.pid  # type: ignore[union-attr]
-        others = [found for found in marked_processes(self.mark) if found.pid != kernel_pid]
-        return [found for found in others if with_server or not is_server(found, kernel_pid)]
+        others = [found for found in marked_processes(self.mark) if found.pid != self.pid]
+        return [found for found in others if with_server or not is_server(found, self.pid)]
 
     def close(self) -> None:
         self.client.stop_channels()

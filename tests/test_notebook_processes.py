@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from notebook_kernel import Kernel, wait_until
 
@@ -95,6 +96,16 @@ def test_a_killed_kernel_leaves_no_process_and_no_file(kernel: Kernel, private_f
     os.kill(kernel_pid, signal.SIGKILL)
     assert wait_until(lambda: not kernel.processes(with_server=True), within_s=30)
     assert wait_until(lambda: not folders_in(private_folders), within_s=30)
+
+
+def test_a_killed_guard_leaves_nothing_of_its_rank(kernel: Kernel) -> None:
+    kernel.run("%%torchrun\npass")  # from here on ranks are forked
+    kernel.start(f"%%torchrun -n 2{STUBBORN_FAMILY}\n        time.sleep(100)")
+    kernel.wait_for_text("up 1")
+    server = psutil.Process(kernel.pid).children()[0]
+    server.children()[0].kill()
+    kernel.wait_until_idle()
+    assert kernel.processes() == []
 
 
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(kernel: Kernel) -> None:

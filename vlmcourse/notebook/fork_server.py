@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -50,6 +51,7 @@ BOOT = (
 def main(control_fd: int) -> None:
     """Serve until the other end of the socket is closed; in a forked rank, run its cell and end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard.adopt_orphans()
     control = socket.socket(fileno=control_fd)
     for name in FIRST_MODULES:
         importlib.import_module(name)
@@ -153,10 +155,26 @@ class ForkServer:
         for pid, status_file in list(self._status_files.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
+                code = os.waitstatus_to_exitcode(status)
+                if code == -signal.SIGKILL:
+                    self._end_orphans()
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(status_file, NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                    os.write(status_file, NUMBER.pack(code))
                 os.close(status_file)
                 del self._status_files[pid]
+
+    def _end_orphans(self) -> None:
+        """Kill what a guard that was killed itself has left behind: it is a child of this process then."""
+        until_s = time.monotonic() + guard.KILL_S
+        while time.monotonic() < until_s:
+            orphans = [pid for pid in guard.list_children() if pid not in self._status_files]
+            if not orphans:
+                return
+            for pid in orphans:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.005)
 
 
 def can_fork() -> bool:

@@ -35,6 +35,8 @@ BROWSER_FLAGS = (
 WINDOW: ViewportSize = {"width": 1060, "height": 760}
 SHARPNESS = 1.5
 """Pixels of a picture for each of the window, in both directions."""
+HIGH = 3000
+"""Higher than any of these notebooks."""
 OPEN_S = 90.0
 CELL_S = 120.0
 
@@ -136,14 +138,14 @@ class LabNotebook:
         """Save what the window shows, made as high as the notebook is."""
         self.page.keyboard.press("Escape")
         self.page.mouse.move(5, 5)
-        for _ in range(3):  # the height of the content depends on that of the window
-            height = self.page.evaluate(
-                "() => { const panel = document.querySelector('.jp-WindowedPanel-outer');"
-                " const last = [...panel.querySelectorAll('.jp-Cell')].pop();"
-                " return Math.ceil(last.getBoundingClientRect().bottom + panel.scrollTop) + 60; }"
+        # First in a window that holds everything: JupyterLab takes cells that cannot be seen off the page.
+        for height in (HIGH, None):
+            bottom = self.cells.last.bounding_box() or {}
+            self.page.set_viewport_size(
+                {"width": WINDOW["width"], "height": height or int(bottom["y"] + bottom["height"]) + 60}
             )
-            self.page.set_viewport_size({"width": WINDOW["width"], "height": height})
-            self.page.wait_for_timeout(300)
+            self.page.evaluate("() => { document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0; }")
+            self.page.wait_for_timeout(1000)
         self.page.screenshot(path=path)
 
 

@@ -92,7 +92,10 @@ class TorchrunMagics(Magics):
         shell = self.shell
         assert shell is not None
         if cell is None:
-            self.sessions.run_command(line)
+            try:
+                self.sessions.run_command(line)
+            except KeyboardInterrupt:
+                raise RanksInterrupted(self.sessions.describe_stopped_command(line)) from None
             return
         options = parse_options(line)
         if self.sessions.current is not None:

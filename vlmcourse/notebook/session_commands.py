@@ -145,6 +145,11 @@ class SessionCommands:
         self.current = None
         return f"the cell was stopped, but its ranks still waited for each other. {ENDED}"
 
+    def describe_stopped_command(self, line: str) -> str:
+        """Say what is there after a person has interrupted `%torchrun` with this line."""
+        is_there = self.current is not None and self.current.is_alive
+        return f"%torchrun {line.strip()} was stopped; {'the session is there' if is_there else NOT_THERE}"
+
     def _stop_quietly(self) -> None:
         if self.current is not None:
             self.current.stop()

@@ -98,12 +98,13 @@ def test_a_killed_kernel_leaves_no_process_and_no_file(kernel: Kernel, private_f
     assert wait_until(lambda: not folders_in(private_folders), within_s=30)
 
 
-def test_a_killed_guard_leaves_nothing_of_its_rank(kernel: Kernel) -> None:
+@pytest.mark.parametrize("victim", ["guard", "server"])
+def test_a_killed_guard_or_fork_server_leaves_nothing_of_its_ranks(kernel: Kernel, victim: str) -> None:
     kernel.run("%%torchrun\npass")  # from here on ranks are forked
     kernel.start(f"%%torchrun -n 2{STUBBORN_FAMILY}\n        time.sleep(100)")
     kernel.wait_for_text("up 1")
     server = psutil.Process(kernel.pid).children()[0]
-    server.children()[0].kill()
+    (server.children()[0] if victim == "guard" else server).kill()
     kernel.wait_until_idle()
     assert kernel.processes() == []
 

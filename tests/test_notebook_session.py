@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -177,6 +178,50 @@ def test_a_hang_is_explained_before_the_session_ends(session: Kernel) -> None:
     assert session.processes() == []
 
 
+def test_an_interrupt_while_the_ranks_are_told_of_a_cell_reaches_all_of_them(session: Kernel) -> None:
+    session.run("""
+import os, signal, types
+from vlmcourse.notebook import session as module
+def write(file, data):
+    module.os = os
+    written = os.write(file, data)
+    signal.raise_signal(signal.SIGINT)  # after the first rank, before the second
+    return written
+module.os = types.SimpleNamespace(**{**vars(os), "write": write})
+    """)
+    shown = session.run("%%torchrun\nprint('never mind', rank)")
+    assert shown.error.startswith("RanksInterrupted: the cell was stopped; the session goes on with its variables")
+    shown = session.run("%%torchrun\nprint('next', rank)")
+    assert (shown.error, sorted(shown.stdout.splitlines())) == ("", ["[0] next 0", "[1] next 1"])
+
+
+def test_a_rank_that_dies_while_a_session_starts_is_named_and_so_is_an_interrupt() -> None:
+    kernel = Kernel()
+    try:
+        kernel.run("%load_ext vlmcourse")
+        kernel.start("print('now')\n%torchrun start -n 2")
+        kernel.wait_for_text("now")
+        kernel.manager.interrupt_kernel()  # torch is still being imported
+        reply = kernel.client.get_shell_msg(timeout=60)["content"]
+        assert (reply["status"], reply["ename"]) == ("error", "RanksInterrupted")
+        assert "%torchrun start -n 2 was stopped; there is no session" in reply["evalue"]
+        kernel.wait_until_idle()
+        kernel.run("%%torchrun\npass")  # from here on ranks are forked
+        kernel.run("""
+import os, signal
+from vlmcourse.notebook.rank_group import RankGroup
+def start(self, rank, *more, before=RankGroup.start):
+    before(self, rank, *more)
+    os.killpg(self.pids[rank], signal.SIGKILL)
+RankGroup.start = start
+        """)
+        shown = kernel.run("%torchrun start -n 2")
+        assert shown.error.startswith("RankFailure: rank 0 of 2 was killed by SIGKILL"), shown.error
+        assert kernel.processes() == []
+    finally:
+        kernel.close()
+
+
 def test_a_cell_past_its_time_leaves_a_usable_session_where_nothing_waits(session: Kernel) -> None:
     shown = session.run("%%torchrun --timeout 1\nimport time\nkept = 7\ntime.sleep(50)")
     assert shown.error.startswith("RankTimeout: the cell was stopped after 1 s")
@@ -191,6 +236,7 @@ def test_a_killed_rank_ends_the_session_in_a_cell_and_between_cells(session: Ker
     pids = session.run("%%torchrun\nimport os\nprint(os.getpid())")
     os.kill(int(pids.lines(0)[0]), signal.SIGKILL)
     assert wait_until(lambda: len(session.processes()) == 2, within_s=5)  # rank 1 and its guard
+    time.sleep(0.5)  # until the kernel has been told
     shown = session.run("%%torchrun\nprint('never')")
     # Before the cell, or in it, if the news of its end had not come yet.
     assert re.match(r"SessionEnded: rank 0 (of 2 )?was killed by SIGKILL", shown.error)

@@ -156,7 +156,10 @@ class TorchrunMagics(Magics):
         %torchrun stop               end the session; nothing is left running
         %torchrun restart            end the session and start a new, empty one with as many ranks
         """
-        run_subcommand(line, self.subcommands)
+        try:
+            run_subcommand(line, self.subcommands)
+        except KeyboardInterrupt:
+            raise RanksInterrupted(self.sessions.describe_stopped_command(line)) from None
 
     def show_last(self, rest: str) -> None:
         """Print the last cell as a script, with its commands (`%torchrun --show`).

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
 from vlmcourse.notebook.hang.doctor import HangDoctor, waited_in_vain
-from vlmcourse.notebook.interrupts import ignore_interrupts
+from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
 from vlmcourse.notebook.launcher import build_environment, reserve_port
 from vlmcourse.notebook.rank_group import RankGroup
@@ -151,11 +151,12 @@ class RankSession:
         self._expect(job.token)
         folder.write_job(job)
         request = json.dumps({"folder": str(folder.path)}).encode() + b"\n"
-        for rank in ranks:
-            os.write(self._controls[rank], request)
         until_s = time.monotonic() + job.timeout_s
         self.doctor = doctor = HangDoctor(folder, reader.say)
         try:
+            with hold_interrupts():  # a cell that only some ranks have been told of would go on in the next one
+                for rank in ranks:
+                    os.write(self._controls[rank], request)
             self._wait(ranks, until_s, doctor)
             in_time = len(self._cell_ends) == len(ranks) or doctor.is_deadlock or time.monotonic() < until_s
             self._examine(folder, ranks, doctor)

@@ -149,6 +149,11 @@ class SessionCommands:
             told = f"the cell was stopped, but its ranks still waited for each other. {ENDED}"
         return "\n".join(filter(None, [told, found]))
 
+    def describe_stopped_command(self, line: str) -> str:
+        """Say what is there after a person has interrupted `%torchrun` with this line."""
+        is_there = self.current is not None and self.current.is_alive
+        return f"%torchrun {line.strip()} was stopped; {'the session is there' if is_there else NOT_THERE}"
+
     def _stop_quietly(self) -> None:
         if self.current is not None:
             self.current.stop()

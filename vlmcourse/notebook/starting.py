@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+
+import psutil
 
 import vlmcourse
 from vlmcourse.notebook import guard
@@ -31,6 +34,8 @@ SERVER_START_S = 120.0
 """How long importing torch may take before ranks are started directly; minutes on a cold network disk."""
 ANSWER_S = 30.0
 """How long a fork may take; the server may be in the middle of an import."""
+GUARD_END_S = 3.0
+"""How long a guard may take to end what its rank has started."""
 
 
 RANK_ENVIRONMENT = {
@@ -140,8 +145,18 @@ class ForkedRank:
     def _read_code(self) -> None:
         told = os.read(self._status_fd, NUMBER.size)
         os.close(self._status_fd)
-        # Told nothing: the server was killed, and its guards kill themselves and their ranks then.
-        self._code = NUMBER.unpack(told)[0] if told else -9
+        if not told:
+            self._wait_for_guard()
+        self._code = NUMBER.unpack(told)[0] if told else -signal.SIGKILL
+
+    def _wait_for_guard(self) -> None:
+        """The server was killed: let the guard end all that its rank started, and itself, before it is counted out."""
+        self.close_lifeline()
+        until_s = time.monotonic() + GUARD_END_S
+        with contextlib.suppress(psutil.Error):
+            guard_process = psutil.Process(self.pid)
+            while guard_process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until_s:
+                time.sleep(0.01)
 
     def close_lifeline(self) -> None:
         """Tell the guard to end everything."""

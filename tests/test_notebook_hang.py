@@ -257,6 +257,84 @@ def test_one_transfer_that_takes_long_is_not_called_a_hang(kernel: Kernel) -> No
     assert shown.lines(0) == ["done 2.0"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(
+            """
+            from datetime import timedelta
+            short = dist.new_group(timeout=timedelta(seconds=7))
+            if rank == 0:
+                try:
+                    dist.barrier(group=short)
+                except RuntimeError:
+                    print("gave up")
+            dist.barrier()
+            """,
+            id="a collective whose failure is caught",
+        ),
+        pytest.param(
+            """
+            import threading
+            beside = dist.new_group()
+            def feed():
+                time.sleep(7)
+                dist.broadcast(x, 0, group=beside)
+            if rank == 0:
+                threading.Thread(target=feed).start()
+            else:
+                dist.broadcast(x, 0, group=beside)
+            dist.barrier()
+            """,
+            id="a thread acts",
+        ),
+        pytest.param(
+            """
+            handle = dist.all_reduce(x, async_op=True) if rank == 0 else None
+            if rank == 0:
+                time.sleep(7); dist.send(torch.ones(1), 1); handle.wait()
+            else:
+                dist.recv(torch.ones(1), 0); dist.all_reduce(x)
+            """,
+            id="a line that sleeps before it waits",
+        ),
+    ],
+)
+def test_ranks_that_can_still_go_on_are_left_alone(kernel: Kernel, body: str) -> None:
+    shown = run(kernel, f"{textwrap.dedent(body)}\nprint('done')")
+    assert shown.error == ""
+    assert all("done" in shown.lines(rank) for rank in (0, 1))
+
+
+def test_a_handle_that_is_waited_for_in_vain_ends_the_cell(kernel: Kernel) -> None:
+    shown = run(
+        kernel,
+        """
+        if rank == 0:
+            handle = dist.all_reduce(x, async_op=True)
+            handle.wait()
+        else:
+            dist.recv(x, 0)
+        """,
+    )
+    assert shown.error.startswith("RankHang: rank 0 waits in all_reduce #2 (cell line 8, `handle.wait()`")
+
+
+def test_a_scatter_with_a_late_rank_accuses_nobody_of_another_dtype(kernel: Kernel) -> None:
+    shown = run(
+        kernel,
+        """
+        if rank == 2:
+            time.sleep(60)
+        dist.scatter(torch.zeros(1), [torch.ones(1)] * 3 if rank == 0 else None, src=0)
+        """,
+        nproc=3,
+        timeout_s=14,
+    )
+    assert "different" not in shown.error
+    assert "rank 2" in shown.error.splitlines()[0]
+
+
 def test_a_second_interrupt_does_not_wait_for_answers(kernel: Kernel) -> None:
     kernel.run("doctor.HURRIED_ANSWER_S, hurried_s = 60, doctor.HURRIED_ANSWER_S")
     kernel.start(f'%%torchrun -n 2\n{START}\nimport re\nprint("up")\nre.match("(a*)*b", "a" * 60)')

@@ -154,6 +154,30 @@ def test_ranks_out_of_step_end_the_session(session: Kernel) -> None:
     assert session.processes() == []
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            "%%torchrun\ndist.all_reduce(x, group=g, async_op=True) if rank == 0 else 1 / 0\n1 / 0", id="group"
+        ),
+        pytest.param("%%torchrun\ndist.isend(x, 1) if rank == 0 else 1 / 0\n1 / 0", id="message"),
+        pytest.param("%%rank 0\ndist.all_reduce(x, async_op=True)\n1 / 0", id="others not asked, failed"),
+        pytest.param("%%rank 0\nhandle = dist.all_reduce(x, async_op=True)", id="others not asked"),
+        pytest.param("%%rank 0 --timeout 4\ndist.barrier()", id="others not asked, waited in vain"),
+    ],
+)
+def test_what_would_meet_the_wrong_partner_in_the_next_cell_ends_the_session(session: Kernel, cell: str) -> None:
+    start = (
+        "%%torchrun\nimport torch, torch.distributed as dist\nx, g = torch.ones(1), dist.new_group()\ndist.barrier(g)"
+    )
+    assert session.run(start).error == ""
+    ended = session.run(cell).error
+    assert "SessionEnded" in ended
+    assert ("out of step" if cell.startswith("%%torchrun") else "which does not run this cell") in ended
+    assert "of 1 " not in ended
+    assert session.processes() == []
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_an_interrupt_leaves_a_usable_or_an_ended_session(session: Kernel, waits: bool) -> None:
     session.run("%%torchrun\nimport time, torch, torch.distributed as dist\nkept = 5")

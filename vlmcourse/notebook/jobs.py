@@ -26,7 +26,7 @@ FILE_NAME = "cell"
 MARK = "\x1b_{token}:{number}\x1b\\"
 """Announces display number `number`, or ends a line where that is empty; terminals do not show it."""
 CELL_END = "\x1b_{token}/{content}\x1b\\"
-"""Tells that a rank of a session has finished a cell: `content` is `FAILED NUMBER_OF_ITS_LAST_COLLECTIVE`."""
+"""Tells that a rank of a session has finished a cell: `content` is a `CellEnd` as JSON."""
 
 _BOOT_MODULE = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['sys_path']; "

@@ -108,10 +108,11 @@ class TorchrunMagics(Magics):
           dist.all_reduce(x)
           print("sum of all ranks:", x.item())
 
-          %%torchrun -n 4 --in learning_rate,steps --out losses
-          losses = train(learning_rate, steps)   # `losses` of rank 0 is a variable of the notebook afterwards
+          %%torchrun -n 4 --in steps --out losses
+          losses = [1 / (step + 1) for step in range(steps)]   # those of rank 0 are in the notebook afterwards
 
           %%torchrun -n 2 --timeout 30
+          import torch.distributed as dist
           if rank == 0:
               dist.barrier()   # rank 1 never comes: an error that names this line, and what rank 1 did instead
 
@@ -127,7 +128,7 @@ class TorchrunMagics(Magics):
           print(rank, "of", world_size)   # of 16, once the command that the cell prints runs on the other machine
 
           %%torchrun -n 2 --in learning_rate --save train.py
-          ...   # afterwards, in a terminal: torchrun --standalone --nproc-per-node 2 train.py
+          print("with", learning_rate)   # then, in a terminal: torchrun --standalone --nproc-per-node 2 train.py
         """
         shell = self.shell
         assert shell is not None

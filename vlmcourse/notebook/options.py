@@ -93,6 +93,8 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
         flag = unknown[0].partition("=")[0]
         kind = "flag" if flag.startswith("-") else "argument"
         hint = did_you_mean(flag, FLAGS) if kind == "flag" else f"the flags are {', '.join(FLAGS)}"
+        if flag in ("start", "status", "stop", "restart"):
+            hint = f"it is a command of %torchrun with one percent sign: %torchrun {' '.join(unknown)}"
         raise CellOptionsError(f"%%torchrun has no {kind} {flag!r}: {hint}")
     in_names, out_names = _read_names("--in", known.in_names), _read_names("--out", known.out_names)
     taken = [name for name in in_names if name in PREDEFINED]

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -52,11 +52,13 @@ class CellEnd:
 
     rank: int
     failed: bool
-    last_collective: int
-    """Number of the last collective that the rank began; -1 where that is not recorded."""
+    groups: Mapping[str, tuple[int, Sequence[int]]]
+    """By name of each group: how many collectives and messages the rank began in it, and the group's ranks."""
+    has_pending: bool
+    """Whether a failed cell left a collective behind that has not ended."""
 
 
-class OutputReader(Protocol):
+class CellOutput(Protocol):
     """Takes what ranks print."""
 
     def line(self, rank: int, text: str) -> None:
@@ -99,7 +101,7 @@ class RankSession:
         self._controls: list[int] = []
         self.doctor = HangDoctor(self._folder, print)
         """What it found out about the last cell, if that hung or was stopped."""
-        self._reader: OutputReader | None = None
+        self._reader: CellOutput | None = None
         self._cell_ends: dict[int, CellEnd] = {}
         self._end_mark = re.compile("$^")
         self._group = RankGroup(self._folder.path, self._on_line, self._on_progress, self._on_idle)
@@ -131,7 +133,7 @@ class RankSession:
 
     # --- Cells ------------------------------------------------------------------------------------------------------
 
-    def run(self, folder: JobFolder, job: Job, ranks: Sequence[int], reader: OutputReader) -> None:
+    def run(self, folder: JobFolder, job: Job, ranks: Sequence[int], reader: CellOutput) -> None:
         """Run a cell on some of the ranks and wait until they have finished it.
 
         Args:
@@ -162,17 +164,17 @@ class RankSession:
             self._examine(folder, ranks, doctor)
             self._settle(ranks, interrupts=not in_time or doctor.is_deadlock)
         except KeyboardInterrupt:
-            self._stop_cell(ranks, doctor)
+            self._stop_cell(folder, ranks, doctor)
             raise
         finally:
             self._reader = None
-        if self._group.ends or self._why_unusable(ranks):
+        if self._group.ends or self._why_unusable(folder, ranks):
             raise self._end_with(folder, ranks, in_time)
         if not in_time:
             told = f"the cell was stopped after {job.timeout_s:g} s, its --timeout; the session goes on"
             raise RankTimeout("\n".join(filter(None, [told, doctor.text])))
         if any(end.failed for end in self._cell_ends.values()):
-            raise build_failure(self._as_ends(ranks), folder.read_reports())
+            raise build_failure(self._as_ends(ranks), folder.read_reports(), world_size=self.nproc)
 
     def _examine(self, folder: JobFolder, ranks: Sequence[int], doctor: HangDoctor) -> None:
         """Before anything is stopped, find out why ranks have not finished a cell."""
@@ -183,13 +185,13 @@ class RankSession:
         if not self._group.ends and all(waited_in_vain(reports.get(rank)) for rank in failed):
             doctor.examine(self._group)
 
-    def _stop_cell(self, ranks: Sequence[int], doctor: HangDoctor) -> None:
+    def _stop_cell(self, folder: JobFolder, ranks: Sequence[int], doctor: HangDoctor) -> None:
         """Stop what an interrupted cell runs, and the session too if its ranks cannot be used any more."""
         with contextlib.suppress(KeyboardInterrupt):  # a second one: nothing more is asked
             doctor.examine(self._group, is_hurried=True)
         with ignore_interrupts():
             self._settle(ranks, interrupts=True)
-            if self._group.ends or self._why_unusable(ranks):
+            if self._group.ends or self._why_unusable(folder, ranks):
                 self._end()
 
     def check_alive(self) -> None:
@@ -256,18 +258,29 @@ class RankSession:
                 self._group.interrupt([rank for rank in ranks if rank not in self._cell_ends])
             self._group.wait(time.monotonic() + GRACE_S, is_done)
 
-    def _why_unusable(self, ranks: Sequence[int]) -> str:
+    def _why_unusable(self, folder: JobFolder, ranks: Sequence[int]) -> str:
         """Say why ranks that are all there cannot run another cell; "" if they can."""
-        running = [rank for rank in ranks if rank not in self._cell_ends]
+        ends = self._cell_ends
+        running = [rank for rank in ranks if rank not in ends]
         if running:
-            return f"{name_ranks(running)} still waited for others"
-        ends = self._cell_ends.values()
-        if (
-            len(ranks) == self.nproc
-            and any(end.failed for end in ends)
-            and len({end.last_collective for end in ends}) > 1
-        ):
-            return "the ranks are out of step: some had begun more collectives than others when the cell failed"
+            return f"{name_ranks(running)} did not stop within {GRACE_S:g} s"
+        if not any(end.failed for end in ends.values()) and len(ranks) == self.nproc:
+            return ""
+        for end in ends.values():
+            for name, (begun, members) in end.groups.items():
+                outside = [rank for rank in members if rank not in ranks]
+                if outside:
+                    verb = "does" if len(outside) == 1 else "do"
+                    return (
+                        f"{name_ranks([end.rank])} began a collective, or sent a message, with {name_ranks(outside)}, "
+                        f"which {verb} not run this cell: run it on all of them with %%torchrun"
+                    )
+                if any(ends[rank].groups.get(name, (0, ()))[0] != begun for rank in members):
+                    return "the ranks are out of step: some had begun more collectives than others when the cell failed"
+        if any(end.has_pending for end in ends.values()):
+            return "the ranks are out of step: a collective had not ended when the cell failed"
+        if any(waited_in_vain(report) for report in folder.read_reports().values()):
+            return "a collective failed, and with it the connection between the ranks"
         return ""
 
     def _end_with(self, folder: JobFolder, ranks: Sequence[int], in_time: bool) -> SessionEnded:
@@ -275,7 +288,7 @@ class RankSession:
         reports = folder.read_reports()
         dead = self._group.ends
         left = [end.rank for end in dead if end.exit_code == 0]
-        told = [] if dead else [self.doctor.text or self._why_unusable(ranks)]
+        told = [] if dead else list(filter(None, [self.doctor.text, self._why_unusable(folder, ranks)]))
         told += [f"rank {rank} of {self.nproc} left the session (exit code 0)" for rank in left]
         if not in_time:
             told.insert(0, "the cell passed its --timeout")
@@ -283,7 +296,7 @@ class RankSession:
         ends = self._stop_all(reports)
         failure = None
         if len(dead) > len(left) or (reports and in_time):
-            failure = build_failure(ends, reports, finished)
+            failure = build_failure(ends, reports, finished, self.nproc)
             told.insert(0, str(failure))
         return SessionEnded(
             "\n".join([*told, ENDED]),
@@ -321,12 +334,12 @@ class RankSession:
     def _expect(self, token: str) -> None:
         self._cell_ends = {}
         start, _, end = CELL_END.format(token=token, content="|").partition("|")
-        self._end_mark = re.compile(re.escape(start) + r"(\d) (-?\d+)" + re.escape(end))
+        self._end_mark = re.compile(re.escape(start) + r"(\{.*?\})" + re.escape(end))
 
     def _on_line(self, rank: int, text: str) -> None:
         found = self._end_mark.search(text)
         if found is not None:
-            self._cell_ends[rank] = CellEnd(rank, found[1] == "1", int(found[2]))
+            self._cell_ends[rank] = CellEnd(rank, **json.loads(found[1]))
             text = text[: found.start()] + text[found.end() :]
             if not text:
                 return

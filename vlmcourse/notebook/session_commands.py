@@ -146,7 +146,7 @@ class SessionCommands:
             told = "the cell was stopped; the session goes on with its variables"
         else:
             self.current = None
-            told = f"the cell was stopped, but its ranks still waited for each other. {ENDED}"
+            told = f"the cell was stopped, and its ranks cannot run another. {ENDED}"
         return "\n".join(filter(None, [told, found]))
 
     def describe_stopped_command(self, line: str) -> str:

@@ -5,15 +5,17 @@ The names of cell folders arrive through a named pipe in the session's private f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vlmcourse.notebook.hang.listener import Listener
+from vlmcourse.notebook.hang.observer import read_groups, read_record
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path
 
 RunCell = Callable[[JobFolder, Job], None]
@@ -32,16 +34,27 @@ def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell, lis
     """
     # Between cells an interrupt is meant for the kernel alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    marks = os.dup(1)  # a cell may put another file in its place
     with open(control_path(folder.path, rank), encoding="utf-8") as control:
-        tell_end(token, failed=False)
+        tell_end(marks, token, failed=False, groups={})
         for line in control:
             request = json.loads(line)
             if "stop" in request:
                 return
             cell_folder = JobFolder(Path(request["folder"]))
             job = cell_folder.read_job()
+            before = {group.name: group.num_begun or 0 for group in read_groups({})}
             failed = not _run_reported(cell_folder, job, rank, run_cell, listener)
-            tell_end(job.token, failed=failed)
+            tell_end(marks, job.token, failed=failed, groups=count_begun(before))
+
+
+def count_begun(before: Mapping[str, int]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return what a cell has begun in each group (collectives and messages), with the group's ranks; {} for nothing."""
+    return {
+        group.name: (begun, group.ranks)
+        for group in read_groups({})
+        if (begun := (group.num_begun or 0) - before.get(group.name, 0))
+    }
 
 
 def _run_reported(folder: JobFolder, job: Job, rank: int, run_cell: RunCell, listener: Listener) -> bool:
@@ -64,24 +77,18 @@ def _run_reported(folder: JobFolder, job: Job, rank: int, run_cell: RunCell, lis
     return True
 
 
-def tell_end(token: str, *, failed: bool) -> None:
-    """Print the mark that ends the output of a cell."""
+def tell_end(marks: int, token: str, *, failed: bool, groups: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+    """Print the mark that ends the output of a cell.
+
+    Args:
+        marks: the open file that the rank's output goes to.
+        token: the cell's secret word.
+        failed: whether the cell failed.
+        groups: see `count_begun`.
+    """
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    text = CELL_END.format(token=token, content=f"{int(failed)} {last_collective()}")
-    # Past whatever the cell has put in place of sys.stdout.
-    os.write(1, f"{text}\n".encode())
-
-
-def last_collective() -> int:
-    """Return the number of the last collective of the default group that this rank began; -1 if that is not known."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or not os.environ.get("TORCH_FR_BUFFER_SIZE"):
-        return -1
-    from torch._C import _distributed_c10d
-
-    dump: Callable[[], str] = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-
-    entries = json.loads(dump()).get("entries", [])
-    return max((entry["collective_seq_id"] for entry in entries if entry["process_group"][0] == "0"), default=-1)
+        with contextlib.suppress(Exception):  # whatever the cell has put there
+            stream.flush()
+    has_pending = failed and any(not each.is_done for each in read_record()[0])
+    content = json.dumps({"failed": failed, "groups": groups, "has_pending": has_pending})
+    os.write(marks, f"{CELL_END.format(token=token, content=content)}\n".encode())

@@ -40,7 +40,6 @@ GUARD_END_S = 3.0
 
 RANK_ENVIRONMENT = {
     "MPLBACKEND": "module://vlmcourse.notebook.figures",
-    "TORCH_FR_BUFFER_SIZE": "512",  # PyTorch keeps this many of the last collectives
 }
 """What is different in a rank's environment, whichever way it is started."""
 SERVER_ENVIRONMENT = {

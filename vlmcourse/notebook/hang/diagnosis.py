@@ -22,7 +22,8 @@ ADVICE = {
     "let only rank 0 write the file.",
     "died": "The others cannot go on without it: look for why it ended.",
     "slow": "It may still come: give all ranks the same work, or more time.",
-    "point_to_point": "Every send needs a receive of its partner at the same time: let one of the two receive first.",
+    "point_to_point": "Every send needs a receive of its partner at the same time: let one rank send while the other "
+    "receives.",
     "setup": "All ranks must make every process group in the same order, also those groups that they are not in.",
 }
 MAX_ERROR_CHARS = 100

@@ -89,7 +89,7 @@ class HangDoctor:
         silent = [rank for rank in running if rank not in answers and self._listens(rank)]
         if silent and (not is_hurried or any(state.wait for state in answers.values())):
             answers.update(self._read_stacks(silent))
-        states = {**answers, **self._read_ends(group)}
+        states = {**self._read_ends(group), **answers}  # being asked can itself make a rank go on, and fail
         self.diagnosis = diagnose(states, describe_deaths(group.ends, states))
 
     def examine_failure(self, group: RankGroup) -> None:

@@ -6,15 +6,18 @@ Reads Python's frames and the flight record of `torch.distributed`, which has to
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import itertools
 import json
+import linecache
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from vlmcourse.notebook.hang.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
@@ -32,6 +35,9 @@ C10D = "distributed_c10d.py"
 POINT_TO_POINT = ("send", "recv")
 UNRECORDED = ("monitored_barrier",)
 """What leaves no entry in the flight record."""
+OWN_THREADS = ("hang doctor", "hang watch")
+IDLE_THREADS = ("TMonitor",)
+"""Classes of threads that only look on, such as that of tqdm."""
 SETUP = frozenset({"init_process_group", "new_group", "split_group", "_store_based_barrier", "rendezvous"})
 DTYPES: dict[str, str] = {
     "Float": "float32",
@@ -113,6 +119,7 @@ class Observer:
             process_cpu_s=time.process_time(),
             error=error,
             has_whole_record=is_whole,
+            has_threads=has_threads(),
         )
 
     def _frames(self) -> list[FrameLine]:
@@ -127,6 +134,16 @@ class Observer:
         if not hasattr(time, "pthread_getcpuclockid") or self._thread.ident is None:
             return None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+
+def has_threads() -> bool:
+    """Whether threads of the person's run beside the main one: they may act on what the main thread waits for."""
+    return any(
+        thread is not threading.main_thread()
+        and thread.name not in OWN_THREADS
+        and type(thread).__name__ not in IDLE_THREADS
+        for thread in threading.enumerate()
+    )
 
 
 def read_record() -> tuple[list[Collective], bool]:
@@ -207,14 +224,51 @@ def find_wait(
         is_setup = any(frame.f_code.co_name in SETUP for frame, _ in inner)
         return Wait("setup" if is_setup else "object", call)
     is_backward = bool(inner) and inner[0][0].f_code.co_name == "_engine_run_backward"
-    if pending is not None and (is_backward or _waits_for_handle(frames, inner)):
+    if pending is not None and is_backward:
         return Wait("collective", "", pending)
-    return Wait("object", "") if _waits_for_handle(frames, inner) else None
+    is_handle = None if inner or not frames else waits_for_handle(frames[0][0])
+    if is_handle is False:
+        return None
+    if is_handle is None and (inner or not _names_wait(frames)):
+        return None
+    kind = "collective" if pending is not None else "object"
+    return Wait(kind, "", pending, is_certain=is_handle is True)
 
 
-def _waits_for_handle(frames: Sequence[FrameLine], inner: Sequence[FrameLine]) -> bool:
-    """Whether the person's own line calls something compiled that is named `wait`."""
-    if inner or not frames:
+def waits_for_handle(frame: FrameType) -> bool | None:
+    """Whether a frame is at `handle.wait(...)` of a collective's handle; None if that cannot be told."""
+    call = _read_call(frame)
+    if call is None:
+        return None
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "wait":
+        return False
+    if not isinstance(call.func.value, ast.Name):
+        return None
+    name = call.func.value.id
+    handle = frame.f_locals.get(name, frame.f_globals.get(name))
+    return any(kind.__name__ in ("Work", "Future") and "torch" in kind.__module__ for kind in type(handle).__mro__)
+
+
+def _read_call(frame: FrameType) -> ast.Call | None:
+    """Return the call that a frame is at, as it stands in the source."""
+    positions = next(itertools.islice(frame.f_code.co_positions(), max(frame.f_lasti, 0) // 2, None), None)
+    if positions is None or None in positions:
+        return None
+    first, last, begin, end = positions
+    lines = [linecache.getline(frame.f_code.co_filename, number) for number in range(first or 0, (last or 0) + 1)]
+    if not lines:
+        return None
+    lines[-1] = lines[-1].encode()[:end].decode(errors="replace")
+    lines[0] = lines[0].encode()[begin:].decode(errors="replace")
+    with contextlib.suppress(SyntaxError, ValueError):
+        node = ast.parse("".join(lines), mode="eval").body
+        return node if isinstance(node, ast.Call) else None
+    return None
+
+
+def _names_wait(frames: Sequence[FrameLine]) -> bool:
+    """Whether the person's own line contains a call of something named `wait`."""
+    if not frames:
         return False
     (frame, line), *_ = frames
     places = find_places([(frame.f_code.co_filename, line, "")], with_conditions=False)

@@ -78,7 +78,9 @@ def find_places(lines: Iterable[tuple[str, int, str]], with_conditions: bool) ->
 def make_place(file: str, line: int, function: str, with_conditions: bool = True) -> Place:
     """Describe one line of a source file."""
     text = linecache.getline(file, line).strip()
-    return Place(file, line, function, text, find_conditions(file, line) if with_conditions else ())
+    if not with_conditions:
+        return Place(file, line, function, text)
+    return Place(file, line, function, text, find_conditions(file, line), is_guarded(file, line))
 
 
 def find_conditions(file: str, line: int) -> tuple[Condition, ...]:
@@ -92,6 +94,22 @@ def find_conditions(file: str, line: int) -> tuple[Condition, ...]:
             in_body = node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
             found.append(Condition(node.lineno, ast.unparse(node.test), in_body))
     return tuple(found)
+
+
+def is_guarded(file: str, line: int) -> bool:
+    """Whether an exception at a line is caught within its function, or may be."""
+    tree = parse_source(file, tuple(linecache.getlines(file)))
+    found = False
+    for node in _walk_to(tree, line) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = False
+        elif isinstance(node, ast.Try | ast.TryStar):
+            found = found or (bool(node.handlers) and line <= (node.body[-1].end_lineno or 0))
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            found = found or any(
+                "suppress" in ast.unparse(each) or "raises" in ast.unparse(each) for each in node.items
+            )
+    return found
 
 
 @cache

@@ -43,6 +43,8 @@ class Place:
     """The line itself, stripped; empty where the source is not known."""
     conditions: tuple[Condition, ...] = ()
     """The `if`s around it within its function, outermost first."""
+    is_guarded: bool = False
+    """Whether it stands where an exception is caught: a collective that gives up there is not the end."""
 
     @property
     def is_cell(self) -> bool:
@@ -106,6 +108,8 @@ class Wait:
     call: str
     """The function of `torch.distributed` that the code called, such as `all_gather_object`; may be empty."""
     collective: Collective | None = None
+    is_certain: bool = True
+    """False if only the text of the person's line speaks for it."""
     peer: int | None = None
     """The rank at the other end of a send or a receive."""
     root: int | None = None
@@ -138,6 +142,8 @@ class RankState:
     """The exception that ended it, in one line."""
     has_whole_record: bool = True
     """Whether the flight record goes back to the first collective; else those of rarely used groups may be lost."""
+    has_threads: bool = False
+    """Whether threads of the person's run beside the main one."""
 
     @property
     def place(self) -> Place | None:

@@ -91,13 +91,14 @@ class Situation:
     def difference(self, operation: Operation) -> str:
         """Return in what the calls of one operation differ: `op`, `dtype`, `root` or `shape`; empty if in nothing."""
         entries = list(operation.entries.values())
+        given = [entry for entry in entries if entry.sizes]  # of a scatter only the root's are recorded
         if len({entry.op for entry in entries}) > 1:
             return "op"
-        if len({entry.dtypes for entry in entries}) > 1:
+        if len({entry.dtypes for entry in given}) > 1:
             return "dtype"
         if len({self.waits[rank].root for rank in operation.waiting} - {None}) > 1:
             return "root"
-        sizes = {tuple(map(math.prod, entry.sizes)) for entry in entries}  # the shapes themselves need not be the same
+        sizes = {tuple(map(math.prod, entry.sizes)) for entry in given}  # the shapes themselves need not be the same
         return "shape" if len(sizes) > 1 and entries[0].op.strip("_").startswith(SAME_SIZES) else ""
 
     def root_operation(self) -> Operation | None:
@@ -138,7 +139,9 @@ def is_deadlock(before: Mapping[int, RankState], now: Mapping[int, RankState], w
     """Whether it is certain that no rank will ever go on.
 
     So it is when every unfinished rank waits in a collective (or for a message), none has moved between the two looks,
-    and no collective has all its members in it with the same call.
+    and no collective has all its members in it with the same call. Nothing is certain where a rank may act otherwise
+    than by its main thread going on: in another thread, or in an `except`; or if only the text of a line says that it
+    waits.
 
     Args:
         before: what the ranks were doing some seconds ago.
@@ -148,12 +151,20 @@ def is_deadlock(before: Mapping[int, RankState], now: Mapping[int, RankState], w
     running = [rank for rank in range(world_size) if rank not in now or now[rank].status == "running"]
     if any(rank not in now or rank not in before or not _stood_still(before[rank], now[rank]) for rank in running):
         return False
+    if any(may_act(state) for state in now.values()):
+        return False
     here = Situation(now)
     if not here.operations:
         return False
     if any(not operation.missing and not here.difference(operation) for operation in here.operations):
         return False
     return all(here.operation_of(rank) is not None or _waits_in_vain(here, rank) for rank in running)
+
+
+def may_act(state: RankState) -> bool:
+    """Whether a rank that waits may yet do something about it."""
+    is_guess = state.wait is not None and not state.wait.is_certain
+    return state.has_threads or is_guess or any(place.is_guarded for place in state.stack)
 
 
 def _stood_still(before: RankState, now: RankState) -> bool:

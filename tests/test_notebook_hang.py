@@ -317,7 +317,7 @@ def test_a_handle_that_is_waited_for_in_vain_ends_the_cell(kernel: Kernel) -> No
             dist.recv(x, 0)
         """,
     )
-    assert shown.error.startswith("RankHang: rank 0 waits in all_reduce #2 (cell line 8, `handle.wait()`")
+    assert shown.error.startswith("RankHang: rank 0 waits in all_reduce #2 (cell line 7, `handle.wait()`")
 
 
 def test_a_scatter_with_a_late_rank_accuses_nobody_of_another_dtype(kernel: Kernel) -> None:
@@ -440,7 +440,7 @@ def test_a_script_under_torchrun_prints_its_own_diagnosis_once_and_goes_on(tmp_p
             process.wait()
     errors = "".join(lines) + errors
     assert process.returncode == 0, errors
-    assert out.splitlines() == ["went on 4.0"] * 2
+    assert out.count("went on") == out.count("4.0") == 2  # both ranks write to one stream
     assert errors.count("hang.watch: no progress for") == 1
     assert "rank 0 waits in all_reduce #2 (train.py:12, `dist.all_reduce(x)`); " in errors
     assert "rank 1 never entered it: it is in train.py:11, `time.sleep(0.1)`, under `if rank == 1`" in errors

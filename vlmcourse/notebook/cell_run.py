@@ -26,6 +26,10 @@ from vlmcourse.notebook.output_reader import OutputReader
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.variables import CannotTravelError, load_variables
 
+START_EMPTY = "Ranks start empty but for rank, world_size and device"
+IN_SESSION = "The ranks of the session keep what its cells have assigned"
+SESSION_LOST = "The session has ended, and this cell ran on new, empty ranks"
+
 
 class RanksInterrupted(KeyboardInterrupt):
     """A person interrupted the cell; its ranks have been stopped."""
@@ -72,9 +76,16 @@ def build_job(options: CellOptions, prepared: PreparedCell, token: str, *, main_
 
 
 def run_job(
-    folder: JobFolder, options: CellOptions, show: OutputReader, namespace: Mapping[str, Any], ranks: RankStarter
+    folder: JobFolder,
+    options: CellOptions,
+    show: OutputReader,
+    namespace: Mapping[str, Any],
+    ranks: RankStarter,
+    has: str = START_EMPTY,
 ) -> JobFolder:
     """Run the ranks of a cell to their end; return the folder in which they left their outputs.
+
+    `has` says which variables the ranks have, for a cell that misses one.
 
     Raises:
         RankFailure: if a rank failed; with that rank's traceback. `RankTimeout` if time ran out, `RankHang` if they
@@ -96,13 +107,15 @@ def run_job(
             ends=error.ends,
         ) from None
     except RankFailure as error:
-        with add_hint(namespace):
+        with add_hint(namespace, has):
             if options.launcher == "elastic":  # the reports are those of the last attempt, and have been read
                 raise error from None
             failure = build_failure(
                 error.ends, folder.read_reports(), folder.read_done(), is_explained=bool(doctor.text)
             )
             failure.args = ("\n".join(filter(None, [doctor.text, str(failure)])),)
+            if doctor.text:
+                failure.rank_traceback = ""  # it ends in a guess of gloo's own, which the diagnosis contradicts
             raise failure from None
     finally:
         show.finish()
@@ -142,29 +155,29 @@ def launch(
 
 
 @contextlib.contextmanager
-def add_hint(namespace: Mapping[str, Any]) -> Iterator[None]:
-    """Add to a failure how a rank gets the name that it has not."""
+def add_hint(namespace: Mapping[str, Any], has: str = START_EMPTY) -> Iterator[None]:
+    """Add to a failure how a rank gets the name that it has not; `has` says what it has."""
     try:
         yield
     except RankFailure as failure:
-        if hint := explain_missing_name(failure.rank_traceback, namespace):
+        if hint := explain_missing_name(failure.rank_traceback, namespace, has):
             failure.args = (f"{failure}\n{hint}",)
         raise
 
 
-def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any]) -> str:
+def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any], has: str = START_EMPTY) -> str:
     """Say how a rank gets a name that it has not; empty where that was not the problem."""
     found = re.search(r"^NameError: name '(\w+)' is not defined", rank_traceback, re.MULTILINE)
     if found is None or hasattr(builtins, found[1]):
         return ""
     name = found[1]
     if name not in namespace:
-        return f"  Ranks start empty but for rank, world_size and device: define {name} inside the cell."
+        return f"  {has}: define {name} inside the cell."
     value = namespace[name]
     if isinstance(value, ModuleType):
         statement = f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
-        return f"  Ranks start empty: `{statement}` inside the cell."
-    return f"  Ranks start empty: send the notebook's {name} with --in {name}, or define it inside the cell."
+        return f"  {has}: `{statement}` inside the cell."
+    return f"  {has}: send the notebook's {name} with --in {name}, or define it inside the cell."
 
 
 def read_outputs(folder: JobFolder, names: tuple[str, ...]) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
 from vlmcourse.notebook.cell_run import (
+    IN_SESSION,
+    SESSION_LOST,
+    START_EMPTY,
     RanksInterrupted,
     add_hint,
     build_job,
@@ -196,7 +199,7 @@ class TorchrunMagics(Magics):
                 show.notice(f"starting {options.nproc} ranks: {when} wait for torch to be imported ...")
             folder.write_inputs(inputs)
             folder.write_job(build_job(options, prepared, show.token))
-            last_folder = run_job(folder, options, show, shell.user_ns, self.ranks)
+            last_folder = run_job(folder, options, show, shell.user_ns, self.ranks, self._what_ranks_have())
             shell.push(read_outputs(last_folder, options.out_names))
 
     @cell_magic
@@ -213,6 +216,8 @@ class TorchrunMagics(Magics):
           print(model)
         """
         choice, _, flags = line.strip().partition(" ")
+        if not choice or choice.startswith("-"):
+            raise CellOptionsError("%%rank: which ranks? Such as %%rank 0, or %%rank 0,2-3; flags follow them")
         ranks = read_ranks("%%rank", choice, self.sessions.get("%%rank").nproc)
         self._run_in_session(f"%%rank {choice}", flags, cell, ranks)
 
@@ -233,19 +238,22 @@ class TorchrunMagics(Magics):
             show = OutputReader(folder, make_printer(shell, options, ranks), shell.display_pub)
             folder.write_inputs(inputs)
             job = build_job(options, prepared, show.token, main_rank=min(ranks))
-            with add_hint(shell.user_ns):
+            with add_hint(shell.user_ns, IN_SESSION):
                 try:
                     session.run(folder, job, ranks, show)
                 finally:
                     show.finish()
             shell.push(read_outputs(folder, options.out_names))
         except SessionEnded:
-            self.sessions.current = None
+            self.sessions.lose()
             raise
         except KeyboardInterrupt:
             raise RanksInterrupted(self.sessions.describe_interrupt()) from None
         finally:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+    def _what_ranks_have(self) -> str:
+        return SESSION_LOST if self.sessions.was_lost else START_EMPTY
 
     def _leave_session(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> bool:
         """Show or save a session's cell as a script; return whether it is to be run."""

@@ -95,6 +95,10 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
         hint = did_you_mean(flag, FLAGS) if kind == "flag" else f"the flags are {', '.join(FLAGS)}"
         if flag in ("start", "status", "stop", "restart"):
             hint = f"it is a command of %torchrun with one percent sign: %torchrun {' '.join(unknown)}"
+        elif flag.isdigit():
+            hint = f"for {flag} ranks write -n {flag}"
+        elif flag in ("--nproc-per-node", "--nproc_per_node"):
+            hint = "torchrun's --nproc-per-node is -n here"
         raise CellOptionsError(f"%%torchrun has no {kind} {flag!r}: {hint}")
     in_names, out_names = _read_names("--in", known.in_names), _read_names("--out", known.out_names)
     taken = [name for name in in_names if name in PREDEFINED]

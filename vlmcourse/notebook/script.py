@@ -155,6 +155,8 @@ def save_script(script: Script, options: CellOptions, values: Mapping[str, Any])
         CannotTravelError: if a variable can neither be written as a literal nor saved.
     """
     path = Path(options.save).expanduser()
+    if not path.parent.is_dir():
+        raise ScriptError(f"--save {options.save}: there is no folder {path.parent}: make it first")
     packed_path = name_packed(path)
     is_own = path.exists() and is_unchanged(path.read_bytes())
     for existing in (path, packed_path) if script.packed_names else (path,):

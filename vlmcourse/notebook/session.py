@@ -99,6 +99,8 @@ class RankSession:
         self.num_cells = 0
         self._folder = JobFolder(make_job_folder())
         self._controls: list[int] = []
+        self._is_ending = False
+        """Whether the ranks are being stopped: what they say of that is nobody's concern."""
         self.doctor = HangDoctor(self._folder, print)
         """What it found out about the last cell, if that hung or was stopped."""
         self._reader: CellOutput | None = None
@@ -321,6 +323,7 @@ class RankSession:
 
     def _end(self) -> None:
         """Stop what still runs, and remove everything of the session."""
+        self._is_ending = True
         with ignore_interrupts():
             self._group.stop()
             self._group.drain()
@@ -345,7 +348,7 @@ class RankSession:
                 return
         if self._reader is not None:
             self._reader.line(rank, text)
-        else:
+        elif not self._is_ending:
             sys.stdout.write(f"[{rank}] {text}\n")
 
     def _on_progress(self, rank: int, text: str) -> None:

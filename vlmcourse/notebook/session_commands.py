@@ -32,6 +32,8 @@ class SessionCommands:
     def __init__(self, starter: RankStarter) -> None:
         """Take note of what starts ranks."""
         self.current: RankSession | None = None
+        self.was_lost = False
+        """Whether the last session ended without being asked to."""
         self._starter = starter
         atexit.register(self._stop_quietly)
 
@@ -45,6 +47,10 @@ class SessionCommands:
             "stop": Subcommand(self.stop, "end them"),
         }
 
+    def lose(self) -> None:
+        """Note that the session has ended by itself."""
+        self.current, self.was_lost = None, True
+
     def get(self, asked_by: str) -> RankSession:
         """Return the session.
 
@@ -56,7 +62,7 @@ class SessionCommands:
             raise SessionError(f"{asked_by.split(' ')[0]}: {NOT_THERE}")
         session = self.current
         if not session.is_alive:
-            self.current = None
+            self.lose()
         session.check_alive()
         return session
 
@@ -89,6 +95,7 @@ class SessionCommands:
         options = parse_options(flags)
         if replace(options, nproc=DEFAULT_RANKS, timeout_s=DEFAULT_TIMEOUT_S) != CellOptions():
             raise CellOptionsError("%torchrun start takes -n and --timeout; give other flags to the cells")
+        self.was_lost = False
         self._starter.prepare()
         self._starter.wait_until_ready()
         started_s = time.monotonic()
@@ -145,7 +152,7 @@ class SessionCommands:
         if self.current.is_alive:
             told = "the cell was stopped; the session goes on with its variables"
         else:
-            self.current = None
+            self.lose()
             told = f"the cell was stopped, and its ranks cannot run another. {ENDED}"
         return "\n".join(filter(None, [told, found]))
 

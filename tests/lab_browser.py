@@ -144,6 +144,8 @@ class LabNotebook:
             )
             self.page.set_viewport_size({"width": WINDOW["width"], "height": height})
             self.page.wait_for_timeout(300)
+            self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
+        self.page.wait_for_timeout(300)
         self.page.screenshot(path=path)
 
 

@@ -67,7 +67,7 @@ def test_rank_0_shows_figures_once_and_rich_output_in_its_place(kernel: Kernel) 
     of_rank_0 = [
         "picture" if "image/png" in value else "html" if "text/html" in value else "text"
         for kind, value in shown.outputs
-        if kind == "display" or re.search(r"^\[0(,1)?\] between", value, re.MULTILINE)
+        if kind == "display" or (kind == "text" and re.search(r"^\[0(,1)?\] between", value, re.MULTILINE))
     ]
     assert of_rank_0 == ["picture", "text", "html", "picture", "picture"]
     assert len(set(shown.pictures())) == 3

@@ -3,12 +3,17 @@
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 from notebook_kernel import Kernel, wait_until
+
+from vlmcourse.notebook.fork_server import NUMBER
+from vlmcourse.notebook.rank_group import RankProcess
+from vlmcourse.notebook.starting import ForkedRank
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(240)]
 
@@ -266,6 +271,22 @@ def test_a_killed_rank_ends_the_session_in_a_cell_and_between_cells(session: Ker
     assert re.match(r"SessionEnded: rank 0 (of 2 )?was killed by SIGKILL", shown.error)
     assert session.processes() == []
     assert session.run("%torchrun start -n 2").error == ""
+
+
+def test_the_number_of_a_rank_that_ended_long_ago_may_belong_to_another_process() -> None:
+    innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        status, told = os.pipe()
+        os.write(told, NUMBER.pack(-9))  # what the fork server said at that time
+        os.close(told)
+        rank = RankProcess(0, ForkedRank(innocent.pid, output_fd=-1, lifeline_fd=-1, status_fd=status))
+        rank.send(signal.SIGTERM)
+        assert rank.end is not None and rank.end.exit_code == -9
+        time.sleep(0.1)
+        assert innocent.poll() is None
+    finally:
+        innocent.kill()
+        innocent.wait()
 
 
 def test_a_rank_that_leaves_ends_the_session(session: Kernel) -> None:

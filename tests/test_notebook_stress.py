@@ -116,12 +116,18 @@ class Stress:
 
     def find(self, target: str) -> list[psutil.Process]:
         """Return the processes of that kind which are there now."""
+        layer, left = {self.kernel_pid}, list[psutil.Process]()
         with suppress(psutil.Error):
-            servers = psutil.Process(self.kernel_pid).children()
-            guards = [guard for server in servers for guard in server.children()]
-            ranks = [rank for guard in guards for rank in guard.children()]
-            found = {"server": servers, "guard": guards, "rank": ranks}[target]
-            return [process for process in found if is_running(process.pid)]
+            left = psutil.Process(self.kernel_pid).children(recursive=True)
+        for name in ("server", "guard", "rank"):
+            found = []
+            for process in left:
+                with suppress(psutil.Error):
+                    if process.ppid() in layer and process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
+            if name == target:
+                return found
+            layer = {process.pid for process in found}
         return []
 
     def strike(self, target: str, delay_s: float) -> bool:
@@ -138,7 +144,7 @@ class Stress:
             while not (found := self.find(target)):
                 if time.monotonic() > end_s:
                     return False
-                time.sleep(0.002)
+                time.sleep(0.01)
             with suppress(psutil.Error):
                 self.random.choice(found).send_signal(signal.SIGKILL)
         self.kills[target] += 1

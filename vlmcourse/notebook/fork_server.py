@@ -153,9 +153,12 @@ class ForkServer:
     def _report_ends(self) -> None:
         """Collect guards that have ended and tell how."""
         for pid, status_file in list(self._status_files.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                code = os.waitstatus_to_exitcode(status)
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                # The guard leaves nothing behind, unless it was killed itself. Its number is its own until it is
+                # collected; the kernel may hear of the end much later, when the number has a new owner.
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if code == -signal.SIGKILL:
                     self._end_orphans()
                 with contextlib.suppress(BrokenPipeError):

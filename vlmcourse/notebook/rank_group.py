@@ -46,9 +46,6 @@ class RankProcess:
     def poll(self) -> bool:
         """Return whether the process has ended, and remember how."""
         if self.end is None and (code := self.handle.poll()) is not None:
-            # The guard leaves nothing behind, unless it was killed itself. Its group's number cannot have a new owner
-            # this soon.
-            self.signal_group(signal.SIGKILL)
             was_stopped = bool(self.signals_sent) and (code >= 0 or -code in self.signals_sent)
             peak_bytes = read_peak(self.private_dir, self.handle.pid)
             self.end = RankEnd(self.rank, code, time.monotonic(), was_stopped, peak_bytes)
@@ -66,7 +63,7 @@ class RankProcess:
         self.handle.close_lifeline()
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to everything in the rank's session, without counting it as a stop."""
+        """Send a signal to everything in the rank's session, without counting it as a stop; never once it has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.handle.pid, number)
 

@@ -57,7 +57,10 @@ class RankHandle(Protocol):
     """Reading end of what the rank prints."""
 
     def poll(self) -> int | None:
-        """Return the exit code (-n for signal n), or None while it runs."""
+        """Return the exit code (-n for signal n), or None while it runs.
+
+        When it has ended so has everything in its process group, and the number of the group may belong to others.
+        """
         ...
 
     def wait(self) -> int:
@@ -101,11 +104,19 @@ class DirectRank:
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
-        return self._popen.poll()
+        was_running = self._popen.returncode is None
+        code = self._popen.poll()
+        if was_running and code is not None:
+            # The guard leaves nothing behind, unless it was killed itself. Its number has no new owner yet.
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+        return code
 
     def wait(self) -> int:
         """Return the exit code, when there is one."""
-        return self._popen.wait()
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
 
     def close_lifeline(self) -> None:
         """Tell the guard to end everything."""

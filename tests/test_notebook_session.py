@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from notebook_kernel import Kernel, wait_until
@@ -273,7 +274,7 @@ def test_a_killed_rank_ends_the_session_in_a_cell_and_between_cells(session: Ker
     assert session.run("%torchrun start -n 2").error == ""
 
 
-def test_the_number_of_a_rank_that_ended_long_ago_may_belong_to_another_process() -> None:
+def test_the_number_of_a_rank_that_ended_long_ago_may_belong_to_another_process(tmp_path: Path) -> None:
     innocent = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         status, told = os.pipe()

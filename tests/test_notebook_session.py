@@ -280,7 +280,7 @@ def test_the_number_of_a_rank_that_ended_long_ago_may_belong_to_another_process(
         status, told = os.pipe()
         os.write(told, NUMBER.pack(-9))  # what the fork server said at that time
         os.close(told)
-        rank = RankProcess(0, ForkedRank(innocent.pid, output_fd=-1, lifeline_fd=-1, status_fd=status))
+        rank = RankProcess(0, ForkedRank(innocent.pid, output_fd=-1, lifeline_fd=-1, status_fd=status), tmp_path)
         rank.send(signal.SIGTERM)
         assert rank.end is not None and rank.end.exit_code == -9
         time.sleep(0.1)

@@ -37,7 +37,7 @@ numbers = torch.full((4,), rank + 1.0, device=device)
 dist.all_reduce(numbers)
 server = psutil.Process(psutil.Process(os.getppid()).ppid())  # the rank's parent is its guard
 is_forked = "fork_server" in " ".join(server.cmdline())
-print(json.dumps({"device": str(device), "sum": numbers.tolist(), "is_forked": is_forked}))
+print(json.dumps({"rank": rank, "device": str(device), "sum": numbers.tolist(), "is_forked": is_forked}))
 """
 
 

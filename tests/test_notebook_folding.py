@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ class Screen:
     def __init__(self) -> None:
         self.seen: list[tuple[RankNumbers, str]] = []
 
-    def lines(self, lines: list[TaggedLine]) -> None:
+    def lines(self, lines: Sequence[TaggedLine]) -> None:
         self.seen += lines
 
     def progress(self, rank: int, text: str) -> None:

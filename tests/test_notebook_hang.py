@@ -370,7 +370,7 @@ while True:
     time.sleep(1)
 """
     group = RankGroup(tmp_path, None, None, None)
-    group.start(0, lambda env: DirectRank([sys.executable, "-S", "-c", script], env, None), dict(os.environ))
+    group.start(0, lambda env: DirectRank([sys.executable, "-S", "-c", script], env, tmp_path), dict(os.environ))
     with pytest.raises(KeyboardInterrupt):
         watch_ranks(group, time.monotonic() + 60, InterruptedTwice(JobFolder(tmp_path), print))
     group.drain()

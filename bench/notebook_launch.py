@@ -57,7 +57,7 @@ for number in range({lines}):
 """
 TRIES = 3
 """How often a person runs the first cell again that showed nothing."""
-DEATH = (r"Error: .*SIGKILL", "SIGKILL", r"signal:? 9|exitcode *: *-9", "killed", "died", "Error", "imeout")
+DEATH = (r"Error: .*SIGKILL", "SIGKILL", r"signal:? 9|exitcode *: *-9", "killed", "died", "Error: ", "imeout")
 """Words that tell of a killed rank, the best first."""
 MAX_WORDS = 70
 SETTLE_S = 2.0
@@ -171,7 +171,7 @@ class Notebook:
             if IS_UP in cell.text:
                 seconds = time.monotonic() - began_s
                 self.follow(cell, has_ended)
-                return seconds, f" ({number - 1} cells lost)" if number > 1 else ""
+                return seconds, f", the first {number - 1} cell(s) lost" if number > 1 else ""
         raise ToolFailedError(shorten(cell.error or cell.text or "the first cell showed nothing"))
 
     def count_processes(self) -> int:

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,18 +194,6 @@ def listening(processes: list[psutil.Process]) -> list[int]:
     return found
 
 
-@pytest.fixture
-def stress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stress]:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    stress = Stress(random.Random(SEED))
-    try:
-        yield stress
-    finally:
-        print("\n".join(stress.story))
-        stress.kernel.close()
-
-
 def run_round(stress: Stress, target: str | None) -> None:
     """Launch a cell, kill at a random moment, and see that the next cell works."""
     name = stress.random.choice([name for name in CELLS if name != "stop" or target not in ("rank", "guard")])
@@ -227,22 +215,38 @@ def run_round(stress: Stress, target: str | None) -> None:
     stress.check()
 
 
-def test_a_hundred_launches_and_fifty_kills_leave_nothing(stress: Stress, tmp_path: Path) -> None:
-    targets = [target for target, times in KILLS.items() for _ in range(times)]
-    stress.random.shuffle(targets)
-    while targets:
-        target = targets.pop()
-        before = stress.kills.total()
-        run_round(stress, target)
-        if stress.kills.total() == before:
-            targets.insert(0, target)
-    while stress.launches < LAUNCHES:
-        run_round(stress, None)
-    assert stress.kills == Counter(KILLS)
-    stress.kernel.run("%torchrun stop")
-    assert stress.kernel.processes() == []
-    assert listening(stress.kernel.processes(with_server=True)) == []
-    stress.kernel.close()
+def fire(seed: int, targets: list[str], launches: int) -> Stress:
+    """Launch and kill in one notebook until all targets were hit, and see that its end leaves nothing."""
+    stress = Stress(random.Random(seed))
+    try:
+        while targets:
+            before = stress.kills.total()
+            target = targets.pop()
+            run_round(stress, target)
+            if stress.kills.total() == before:
+                targets.insert(0, target)
+        while stress.launches < launches:
+            run_round(stress, None)
+        stress.kernel.run("%torchrun stop")
+        assert stress.kernel.processes() == []
+        assert listening(stress.kernel.processes(with_server=True)) == []
+    finally:
+        print("\n".join([f"notebook {seed}:", *stress.story]))
+        stress.kernel.close()
     for mark in stress.marks:
         assert wait_until(lambda mark=mark: not marked_processes(mark), within_s=20), marked_processes(mark)
+    return stress
+
+
+def test_a_hundred_launches_and_fifty_kills_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    targets = [target for target, times in KILLS.items() for _ in range(times)]
+    random.Random(SEED).shuffle(targets)
+    # Two notebooks at once: most of the time is waiting, and neither may touch the other.
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(fire, 2 * SEED + half, targets[half::2], LAUNCHES // 2) for half in (0, 1)]
+    done = [half.result() for half in halves]
+    assert sum((stress.kills for stress in done), Counter()) == Counter(KILLS)
+    assert sum(stress.launches for stress in done) >= LAUNCHES
     assert list(tmp_path.glob("vlmcourse-cell-*")) == []

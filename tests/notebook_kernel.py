@@ -7,8 +7,10 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -120,6 +122,17 @@ class Kernel:
         self.manager.shutdown_kernel(now=True)
         for process in self.processes(with_server=True):
             process.kill()
+
+
+@contextmanager
+def loaded_kernel(cwd: Path | None = None) -> Iterator[Kernel]:
+    """A kernel with the course's extension loaded, in `cwd` or the tests' own folder; ended on leaving."""
+    kernel = Kernel(cwd=str(cwd)) if cwd is not None else Kernel()
+    try:
+        assert kernel.run("%load_ext vlmcourse").error == ""
+        yield kernel
+    finally:
+        kernel.close()
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from notebook_kernel import Kernel
+from notebook_kernel import Kernel, loaded_kernel
 from parity import CASES, Recording, build_trainer, check_parity, load, parity_config, record
 from parity_worker import BUGS, WEIGHT_SEED
 
@@ -71,12 +71,8 @@ def test_a_planted_bug_is_caught_on_gpus_too(both_ranks: list[dict[str, Any]], b
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    kernel = Kernel(cwd=str(tmp_path))
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+    with loaded_kernel(tmp_path) as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.mark.notebook

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from notebook_kernel import Kernel
+from notebook_kernel import Kernel, loaded_kernel
 
 from vlmcourse.notebook.completion import list_completions
 from vlmcourse.notebook.options import FLAGS
@@ -14,13 +14,9 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    kernel = Kernel()
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+    with loaded_kernel() as kernel:
         assert kernel.run("%reload_ext vlmcourse\nlearning_rate, list_of_steps, _hidden = 1, 2, 3").error == ""
         yield kernel
-    finally:
-        kernel.close()
 
 
 def complete(kernel: Kernel, text: str) -> list[str]:

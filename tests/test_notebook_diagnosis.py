@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from vlmcourse.notebook.failure import name_ranks
 from vlmcourse.notebook.hang.diagnosis import ADVICE, Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.hang.places import find_conditions, is_shown
 from vlmcourse.notebook.hang.rank_state import (
@@ -19,6 +18,7 @@ from vlmcourse.notebook.hang.rank_state import (
     to_json,
 )
 from vlmcourse.notebook.hang.situation import Situation, is_deadlock
+from vlmcourse.notebook.rank_names import name_ranks
 
 BEFORE = 1
 """Collectives of the group of all ranks before the cell: joining makes one."""

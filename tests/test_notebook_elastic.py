@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_kernel import Kernel, wait_until
+from notebook_kernel import Kernel, loaded_kernel, wait_until
 
 from vlmcourse.notebook.options import CellOptionsError, parse_options
 
@@ -42,12 +42,8 @@ def kernel(folder: Path) -> Iterator[Kernel]:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.setattr(tempfile, "tempdir", None)
-        kernel = Kernel(cwd=str(folder))
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
-        yield kernel
-    finally:
-        kernel.close()
+        with loaded_kernel(folder) as kernel:
+            yield kernel
 
 
 def leftovers(folder: Path) -> list[Path]:

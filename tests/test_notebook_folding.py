@@ -15,7 +15,8 @@ from vlmcourse.notebook.flood import FloodLimit
 from vlmcourse.notebook.folding import HOLD_S, FoldingPrinter, LineFolder
 from vlmcourse.notebook.jobs import remove_orphans
 from vlmcourse.notebook.kept_output import KeptOutput
-from vlmcourse.notebook.streams import RankNumbers, TaggedLine
+from vlmcourse.notebook.rank_names import RankNumbers
+from vlmcourse.notebook.streams import TaggedLine
 
 ALL = (0, 1, 2, 3)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_kernel import Kernel, Shown, wait_until
+from notebook_kernel import Kernel, Shown, loaded_kernel, wait_until
 
 from vlmcourse.notebook.hang.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.hang.listener import Listener
@@ -33,16 +33,10 @@ LONG_S = 200
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    kernel = Kernel()
-    try:
+    with loaded_kernel() as kernel:
         # The waits of this suite are for seconds, not the doctor's for a person.
-        assert (
-            kernel.run("%load_ext vlmcourse\nfrom vlmcourse.notebook.hang import doctor\ndoctor.QUIET_S = 1").error
-            == ""
-        )
+        assert kernel.run("from vlmcourse.notebook.hang import doctor\ndoctor.QUIET_S = 1").error == ""
         yield kernel
-    finally:
-        kernel.close()
 
 
 def run(kernel: Kernel, code: str, nproc: int = 2, timeout_s: float = LONG_S) -> Shown:

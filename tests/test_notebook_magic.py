@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from notebook_kernel import Kernel
+from notebook_kernel import Kernel, loaded_kernel
 
 from vlmcourse.notebook.options import CellOptionsError, parse_options
 
@@ -17,12 +17,8 @@ pytestmark = [pytest.mark.notebook, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    kernel = Kernel()
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+    with loaded_kernel() as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 def test_both_ranks_print_live_and_tagged_from_inside_a_process_group(kernel: Kernel) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from notebook_kernel import Kernel, wait_until
+from notebook_kernel import Kernel, loaded_kernel, wait_until
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]
 
@@ -33,12 +33,8 @@ def private_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def kernel(private_folders: Path) -> Iterator[Kernel]:
-    kernel = Kernel()
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+    with loaded_kernel() as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 def folders_in(path: Path) -> list[Path]:

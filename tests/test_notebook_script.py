@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
-from notebook_kernel import Kernel
+from notebook_kernel import Kernel, loaded_kernel
 
 from vlmcourse.notebook.cell import prepare_cell
 from vlmcourse.notebook.options import CellOptions, parse_options
@@ -56,15 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernel(folder: Path) -> Iterator[Kernel]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(REPOSITORY)  # the kernel runs in another folder
-    kernel = Kernel(cwd=str(folder))
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
-        yield kernel
-    finally:
-        kernel.close()
-        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPOSITORY))  # the kernel runs in another folder
+        with loaded_kernel(folder) as kernel:
+            yield kernel
 
 
 @pytest.mark.notebook

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_kernel import Kernel, wait_until
+from notebook_kernel import Kernel, loaded_kernel, wait_until
 
 from vlmcourse.notebook.fork_server import NUMBER
 from vlmcourse.notebook.rank_group import RankProcess
@@ -21,12 +21,8 @@ pytestmark = [pytest.mark.notebook, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    kernel = Kernel()
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+    with loaded_kernel() as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.fixture

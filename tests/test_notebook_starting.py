@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from notebook_kernel import Kernel, is_server
+from notebook_kernel import Kernel, is_server, loaded_kernel
 
 from vlmcourse.notebook import jobs, starting
 
@@ -23,12 +23,8 @@ FIND_SERVER = "import psutil; server = psutil.Process(__import__('os').getppid()
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    kernel = Kernel(cwd=str(tmp_path_factory.mktemp("here")))
-    try:
-        assert kernel.run("%load_ext vlmcourse").error == ""
+    with loaded_kernel(tmp_path_factory.mktemp("here")) as kernel:
         yield kernel
-    finally:
-        kernel.close()
 
 
 def servers(kernel: Kernel) -> list[psutil.Process]:

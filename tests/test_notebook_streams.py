@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from vlmcourse.notebook.streams import LineSplitter, TerminalPrinter, rank_tag
+from vlmcourse.notebook.rank_names import rank_tag
+from vlmcourse.notebook.streams import LineSplitter, TerminalPrinter
 
 
 def split(*chunks: bytes) -> tuple[list[str], list[str]]:

@@ -6,8 +6,8 @@ Where to look, from the person to the rank:
 - what is run: `cell_run` (one cell on ranks of its own), `session` and `session_commands` (ranks that stay), `script`
   (`--save` and `--show`), `elastic` and `torchrun_command` (the real `torchrun`)
 - how ranks are started and ended: `launcher`, `rank_group`, `starting`, `fork_server`, `guard`, `interrupts`
-- what is seen: `output_reader`, `streams` (bytes to lines), `folding` (equal lines once), `flood` and `kept_output`
-  (very many lines), `failure` (which rank failed first, and why), `hang` (who waits for whom)
+- what is seen: `output_reader`, `streams` (bytes to lines), `rank_names` (`[0-3]`), `folding` (equal lines once),
+  `flood` and `kept_output` (very many lines), `failure` (which rank failed first, and why), `hang` (who waits for whom)
 - what a rank runs: `worker`, `session_worker`, `elastic_worker`, `process_group`, `rank_shell`, `figures`, `spawning`
 - what travels between: `jobs` (files in a private folder), `variables`
 

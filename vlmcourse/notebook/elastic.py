@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.notebook.elastic_group import AGENT, Attempt, ElasticGroup, list_ends
-from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
+from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure, describe_exit
 from vlmcourse.notebook.jobs import ELASTIC_BOOT, JobFolder
 from vlmcourse.notebook.launcher import build_environment
 from vlmcourse.notebook.options import CellOptions
 from vlmcourse.notebook.rank_group import OnIdle, OnText
+from vlmcourse.notebook.rank_names import name_ranks
 from vlmcourse.notebook.starting import DirectRank
 from vlmcourse.notebook.torchrun_command import LOOPBACK, find_endpoint, format_command, torchrun_flags
 

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from vlmcourse.notebook.rank_names import group_ranks, name_ranks
+
 LOST_CONNECTION = (
     "connection closed by peer",
     "connection reset by peer",
@@ -179,8 +181,8 @@ def build_failure(
     """
     root = find_root(ends, reports)
     report = reports.get(root.rank)
-    others = [(end.rank, _describe_other(end, reports.get(end.rank), finished)) for end in ends if end is not root]
-    left_early = [rank for rank, text in others if text == FINISHED]
+    others = {end.rank: _describe_other(end, reports.get(end.rank), finished) for end in ends if end is not root}
+    left_early = [rank for rank, text in others.items() if text == FINISHED]
     where = f" in {report.where}" if report is not None and report.where else ""
     if report is None:
         reason = describe_exit(root.exit_code) + describe_peak(root)
@@ -214,21 +216,6 @@ def _describe_other(end: RankEnd, report: RankReport | None, finished: Collectio
     return f"then failed{where}: {'lost its connection' if report.is_consequence else report.summary}"
 
 
-def _fold(others: Sequence[tuple[int, str]]) -> list[str]:
+def _fold(others: Mapping[int, str]) -> list[str]:
     """One line for each thing that happened, with the ranks it happened to."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in others:
-        by_text.setdefault(text, []).append(rank)
-    return [f"  {name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 2`, `ranks 0, 1, 3` or, where four or more follow one another, `ranks 0-6, 9`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    names = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(names)}"
+    return [f"  {name_ranks(ranks)}: {text}" for text, ranks in group_ranks(others).items()]

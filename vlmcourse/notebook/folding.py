@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Self
 
-from vlmcourse.notebook.streams import Printer, RankNumbers, TaggedLine
+from vlmcourse.notebook.rank_names import RankNumbers
+from vlmcourse.notebook.streams import Printer, TaggedLine
 
 HOLD_S = 0.08
 """How long a line waits for its twins; the time between two calls of `release` is added."""

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.machine import num_usable_cores
-from vlmcourse.notebook.failure import RankEnd, RankFailure, RankHang, RankTimeout, build_failure, name_ranks
+from vlmcourse.notebook.failure import RankEnd, RankFailure, RankHang, RankTimeout, build_failure
 from vlmcourse.notebook.hang.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.jobs import open_job_folder
 from vlmcourse.notebook.rank_group import OnIdle, OnText, RankGroup
+from vlmcourse.notebook.rank_names import name_ranks
 from vlmcourse.notebook.starting import DirectRank, Starter
 
 MAX_RANKS = 64

@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit, name_ranks
+from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit
 from vlmcourse.notebook.hang.doctor import HangDoctor, waited_in_vain
 from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
 from vlmcourse.notebook.launcher import build_environment, reserve_port
 from vlmcourse.notebook.rank_group import RankGroup
+from vlmcourse.notebook.rank_names import name_ranks
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter
 
 GRACE_S = 1.0

@@ -12,11 +12,11 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol, TextIO
 
 from vlmcourse.notebook.flood import FloodLimit
 from vlmcourse.notebook.kept_output import KeptOutput
+from vlmcourse.notebook.rank_names import RankNumbers, rank_tag
 
 PROGRESS_EVERY_S = 0.2
 LOGGED_EVERY_S = 10.0
@@ -24,23 +24,8 @@ LOGGED_EVERY_S = 10.0
 CURSOR_MOVES = re.compile(r"\x1b\[\d*[A-GJKST]")
 """Escape sequences that move the cursor or erase; they make no sense between the lines of other ranks."""
 
-RankNumbers = tuple[int, ...]
-"""One rank or several, in order."""
 TaggedLine = tuple[RankNumbers, str]
 """A finished line and the ranks that printed it."""
-
-
-@lru_cache(1024)
-def rank_tag(ranks: RankNumbers) -> str:
-    """Return what stands before a line of these ranks, in rank order: `[2]`, `[0,2]`, `[0-3]`, `[0,2-4]`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-    return f"[{','.join(parts)}]"
 
 
 class LineSplitter:

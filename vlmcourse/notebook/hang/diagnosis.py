@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vlmcourse.notebook.failure import name_ranks
 from vlmcourse.notebook.hang.rank_state import Collective, Group, RankState, Wait
 from vlmcourse.notebook.hang.situation import Operation, Situation
+from vlmcourse.notebook.rank_names import group_ranks, name_ranks
 
 ADVICE = {
     "skipped": "Every rank must call every collective: take the call out of the condition, and give all ranks as many "
@@ -78,7 +78,7 @@ def _explain_difference(here: Situation, operation: Operation, difference: str) 
     if difference == "op":
         return _explain_other_op(here, operation)
     is_one_place = len({name_place(here.states[rank]) for rank in operation.waiting}) == 1
-    texts = fold(
+    texts = group_ranks(
         {rank: _say_arguments(here, rank, operation, difference, not is_one_place) for rank in operation.entries}
     )
     parts = ", ".join(f"{name_ranks(ranks)} with {text}" for text, ranks in texts.items())
@@ -156,7 +156,7 @@ def _say_waiting(here: Situation, ranks: Sequence[int], operation: Operation) ->
 def _say_missing(here: Situation, ranks: Sequence[int], operation: Operation) -> str:
     """Say of each rank that is not in an operation what it does instead; those that do the same share a phrase."""
     phrases = []
-    for of in fold({rank: _say_activity(here, rank, operation) for rank in ranks}).values():
+    for of in group_ranks({rank: _say_activity(here, rank, operation) for rank in ranks}).values():
         state, is_one = here.states.get(of[0]), len(of) == 1
         is_at_work = state is not None and of[0] not in here.waits and (state.uses_cpu or state.status == "silent")
         verb = f"{'has' if is_one else 'have'} not entered it" if is_at_work else "never entered it"
@@ -200,21 +200,13 @@ def _say_wait(here: Situation, rank: int, wait: Wait, operation: Operation | Non
 
 def _explain_other_waits(here: Situation) -> Diagnosis | None:
     """Explain ranks that wait in no collective, or say what they computed."""
-    texts = fold({rank: _say_activity(here, rank, None) for rank in here.states}).values()
+    texts = group_ranks({rank: _say_activity(here, rank, None) for rank in here.states}).values()
     finding = "; ".join(f"{name_ranks(of)} {_say_activity(here, of[0], None, len(of) > 1)}" for of in texts)
     kinds = {wait.kind for wait in here.waits.values()}
     for kind, of in (("point_to_point", {"send", "recv"}), ("setup", {"setup"}), ("waiting", {"collective", "object"})):
         if kinds & of:
             return Diagnosis(kind, finding)
     return Diagnosis("computing", finding) if finding else None
-
-
-def fold(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Group ranks by what is said of them, in the order of the first rank."""
-    found: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        found.setdefault(text, []).append(rank)
-    return found
 
 
 def _name_call(

@@ -35,6 +35,8 @@ FIRST_MODULES = (
 """Imported before the first rank: what every cell needs."""
 IDLE_MODULES = ("torch.distributed.fsdp", "vlmcourse.train.trainer", "torch._dynamo", "matplotlib.pyplot")
 """Imported one by one while nothing else is to do: what most cells need sooner or later."""
+QUIET_S = 0.3
+"""How long nothing must have been asked before an import begins: a first cell that waits asks at once."""
 READY = -1
 REFUSED = -2
 """Sent in place of a process id: this process cannot be split any more, because CUDA is in use in it."""
@@ -81,7 +83,7 @@ class ForkServer:
         """Answer requests; returns when the kernel has gone."""
         while True:
             idle = self._to_import and not self._status_files
-            ready, _, _ = select.select([self._control, self._wake], [], [], 0 if idle else None)
+            ready, _, _ = select.select([self._control, self._wake], [], [], QUIET_S if idle else None)
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, 4096)

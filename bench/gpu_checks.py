@@ -122,7 +122,7 @@ def check_nccl() -> str:
     """Ranks choose NCCL and a GPU each, and an all-reduce is right."""
     code = (
         "import torch, torch.distributed as dist\n"
-        "from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks\n"
+        "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
         "r = init_ranks(); x = torch.full((4,), r.rank + 1.0, device=r.device); dist.all_reduce(x)\n"
         "assert r.backend == 'nccl' and r.device.type == 'cuda' and x.tolist() == [3.0] * 4, (r, x)\n"
         "print(r); shutdown_ranks()\n"

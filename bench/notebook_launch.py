@@ -1,7 +1,7 @@
 """Ways to run ranks from a notebook, measured side by side in real Jupyter kernels, as one table.
 
     pip install -c constraints.txt torch==2.13.0 -e '.[dev,bench]'      # the other tools; never needed by the course
-    python bench/notebook_launch.py --out bench/notebook_launch.md      # about ten minutes; 2 ranks on gloo
+    python bench/notebook_launch.py --out bench/notebook_launch.md      # 20 to 25 minutes; on a quiet machine
     python bench/notebook_launch.py --only cell torchrun --columns start warm
 
 Every cell of the table comes from a kernel of its own that loads the tool first. Each measurement has a time limit, and

@@ -13,7 +13,7 @@ from torch import nn
 from vlmcourse.config import ParallelConfig
 from vlmcourse.labs import by_hand, ch01
 from vlmcourse.parallel.apply import apply_strategy
-from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 WIDTH, NUM_BLOCKS = 6, 3
 

@@ -22,7 +22,7 @@ from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import gather_full
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import MODELS, VLMShape
 from vlmcourse.train.trainer import Trainer
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.parallel import apply
-from vlmcourse.parallel.mesh import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train import accumulate, trainer
 
 WEIGHT_SEED = 100

@@ -21,7 +21,7 @@ from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.parallel.apply import apply_strategy, check_equal_weights, check_strategy
 from vlmcourse.parallel.comm import max_over_ranks, sum_over_ranks
 from vlmcourse.parallel.fsdp import apply_fsdp
-from vlmcourse.parallel.mesh import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train.trainer import Trainer
 
 WORDS = ("left", "right", "seven", "two twos")

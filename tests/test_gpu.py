@@ -19,7 +19,7 @@ from parity_worker import BUGS, WEIGHT_SEED
 
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import run_ranks
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEVICE = "cuda"

@@ -11,7 +11,7 @@ from vlmcourse import machine
 from vlmcourse.commands import doctor
 from vlmcourse.machine import num_usable_cores
 from vlmcourse.notebook import launcher
-from vlmcourse.parallel import mesh
+from vlmcourse.parallel import ranks
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_launcher_the_ranks_and_the_doctor_count_alike(cgroup: Path) -> None
     assert doctor.check_cores().value == "3"
     before = torch.get_num_threads()
     try:
-        mesh.init_ranks()
+        ranks.init_ranks()
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

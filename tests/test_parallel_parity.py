@@ -33,7 +33,7 @@ from ranks import run_worker
 from torch.nn import functional as F
 
 from vlmcourse.data.samples import IGNORE_LABEL
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")

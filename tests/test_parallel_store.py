@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 
 @pytest.fixture

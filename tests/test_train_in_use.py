@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.report import StepReport
 from vlmcourse.train.trainer import Trainer

@@ -13,7 +13,7 @@ from ranks import run_worker
 from ranks_worker import QUESTION_COUNTS, config_in, questions, train_lefty
 
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from vlmcourse.config import OptimizerConfig, TrainConfig
 from vlmcourse.data.samples import IGNORE_LABEL, Message, Sample
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.evaluate import questions_of
 from vlmcourse.train.folder import check_run_folder, find_checkpoint, read_meta

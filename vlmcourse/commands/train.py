@@ -119,7 +119,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
 
 def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
     """Train in this process, which is the only one or one rank of several."""
-    from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
+    from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
     from vlmcourse.train.trainer import Trainer
 
     ranks = init_ranks(config.parallel.timeout_s)

@@ -7,6 +7,8 @@ embedding. Padding on the right needs no mask at all: a causal model never looks
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -81,6 +83,25 @@ def plan_attention(
     return positions_BS, visible_BSS[:, None]
 
 
+def attend(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Mix the values that each query may see; query head h reads key/value head h // (heads / key/value heads).
+
+    Args:
+        q_BHSE: [batch, heads, new, head width].
+        k_BKSE: [batch, kv heads, past + new, head width].
+        v_BKSE: as the keys.
+        mask: bool, True where a query may look; None for all or, with `is_causal`, for what is not later.
+        is_causal: whether query i sees keys 0 .. i only; not together with a mask.
+
+    Returns:
+        [batch, heads, new, head width].
+    """
+    grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHSE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
+    )
+
+
 class LanguageAttention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -89,11 +110,12 @@ class LanguageAttention(nn.Module):
         D = shape.hidden_size
         self.head_width = D // shape.num_heads
         kv_width = self.head_width * shape.num_kv_heads
-        self.grouped = shape.num_kv_heads != shape.num_heads
         self.q_proj = nn.Linear(D, D, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(D, kv_width, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(D, kv_width, bias=shape.qkv_bias)
         self.out_proj = nn.Linear(D, D, bias=False)
+        self.attend = attend
+        """Where queries meet keys: context parallelism puts its own in this place."""
 
     def forward(
         self, x_BSD: Tensor, cos: Tensor, signed_sin: Tensor, mask: Tensor | None, cache: KVCache | None, layer: int
@@ -108,9 +130,7 @@ class LanguageAttention(nn.Module):
         if cache is not None:
             k_BKSE, v_BKSE = cache.append(layer, k_BKSE, v_BKSE)
         causal = mask is None and q_BHSE.shape[2] > 1
-        mixed_BHSE = F.scaled_dot_product_attention(
-            q_BHSE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
-        )
+        mixed_BHSE = self.attend(q_BHSE, k_BKSE, v_BKSE, mask, causal)
         return self.out_proj(mixed_BHSE.transpose(1, 2).flatten(2))
 
 
@@ -174,6 +194,9 @@ class LanguageTower(nn.Module):
         self.blocks = nn.ModuleList(LanguageBlock(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.lm_head = None if shape.tied_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.take_part: Callable[[Tensor, int], Tensor] | None = None
+        """Cuts out, along a dimension of the sequence, the positions that this copy of the tower works on; None for all
+        of them. Context parallelism sets it: blocks and logits are then of these positions only."""
 
     def forward(
         self,
@@ -196,7 +219,7 @@ class LanguageTower(nn.Module):
             last_only: compute the logits of the last position alone.
 
         Returns:
-            Logits [batch, seq, vocab], or [batch, 1, vocab] with `last_only`.
+            Logits [batch, seq, vocab], or [batch, 1, vocab] with `last_only`; of its own positions with `take_part`.
 
         Raises:
             ValueError: if the sequence is longer than `max_seq_len`.
@@ -208,16 +231,31 @@ class LanguageTower(nn.Module):
                 f"A sequence of {num_past + num_new} tokens is longer than the {self.shape.max_seq_len} that this "
                 "model's positions reach: shorten it, or raise language.max_seq_len"
             )
-        x_BSD = self.embedding(input_ids_BS)
-        if features_ND is not None and feature_index_N is not None:
-            x_BSD = _place_features(x_BSD, features_ND, feature_index_N)
+        x_BSD = self.embed(input_ids_BS, features_ND, feature_index_N)
         positions, mask = plan_attention(attention_mask_BS, num_new, num_past, input_ids_BS.device)
-        cos, signed_sin = rope_tables(positions, self.shape.hidden_size // self.shape.num_heads, self.shape.rope_theta)
+        if self.take_part is not None:
+            x_BSD, positions = self.take_part(x_BSD, 1), self.take_part(positions, 1)
+        cos, signed_sin = self.rope_tables(positions)
         for layer, block in enumerate(self.blocks):
             x_BSD = block(x_BSD, cos, signed_sin, mask, kv_cache, layer)
         if kv_cache is not None:
             kv_cache.num_tokens += num_new
-        x_BSD = self.norm(x_BSD[:, -1:] if last_only else x_BSD)
+        return self.predict(x_BSD[:, -1:] if last_only else x_BSD)
+
+    def embed(self, input_ids_BS: Tensor, features_ND: Tensor | None, feature_index_N: Tensor | None) -> Tensor:
+        """Return what the first block takes [batch, seq, width]: embeddings of tokens, with image features placed."""
+        x_BSD = self.embedding(input_ids_BS)
+        if features_ND is not None and feature_index_N is not None:
+            x_BSD = _place_features(x_BSD, features_ND, feature_index_N)
+        return x_BSD
+
+    def rope_tables(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rotations of these positions, for every block; see `rope_tables`."""
+        return rope_tables(positions_BS, self.shape.hidden_size // self.shape.num_heads, self.shape.rope_theta)
+
+    def predict(self, x_BSD: Tensor) -> Tensor:
+        """Turn what the last block gives [batch, seq, width] into logits [batch, seq, vocab]."""
+        x_BSD = self.norm(x_BSD)
         return F.linear(x_BSD, self.embedding.weight) if self.lm_head is None else self.lm_head(x_BSD)
 
 

@@ -104,9 +104,16 @@ class VLM(nn.Module):
             side_px = self.shape.vision.image_size_px
             pixel_values_ICHW = torch.zeros(1, 3, side_px, side_px, device=input_ids_BS.device)
             rows, columns = self.vision.patch_grid(pixel_values_ICHW)
-        features_IND = self.projector(self.vision(pixel_values_ICHW), rows, columns)
+        features_IND = self.encode_tiles(pixel_values_ICHW, rows, columns)
         index_N1 = torch.nonzero_static(is_image_BS.flatten(), size=num_tiles * per_tile)
         return features_IND.flatten(0, 1), index_N1[:, 0]
+
+    def encode_tiles(self, pixel_values_ICHW: Tensor, rows: int, columns: int) -> Tensor:
+        """Turn tiles of `rows` x `columns` patches into features [tiles, tokens a tile, language width].
+
+        Context parallelism puts its own in this place, which shares the tiles out between devices.
+        """
+        return self.projector(self.vision(pixel_values_ICHW), rows, columns)
 
 
 def build_model(

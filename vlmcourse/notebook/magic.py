@@ -83,7 +83,7 @@ class TorchrunMagics(Magics):
           --rdzv-endpoint HOST:PORT   where the machines meet (this one, port 29400)
 
         Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
-        `vlmcourse.parallel.mesh.init_ranks()`, which returns what is known about this rank) and these variables:
+        `vlmcourse.parallel.ranks.init_ranks()`, which returns what is known about this rank) and these variables:
           rank, local_rank    0, 1, ...; equal on one machine
           world_size          how many ranks there are
           device              where this rank's tensors belong: cpu, cuda:0, ...

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from vlmcourse.notebook.jobs import JobFolder
-from vlmcourse.parallel.mesh import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 
 LEAVE_LAST_S = 2.0
 """How long rank 0 waits for the others at the end; then a rank that waits for it in vain loses its connection."""

@@ -234,7 +234,7 @@ def _import_lines(tree: ast.Module, has_packed: bool) -> Iterator[str]:
         yield "from IPython.display import display\n"
     if has_packed:
         yield "from vlmcourse.notebook.variables import load_variables"
-    yield "from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks"
+    yield "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks"
 
 
 def _input_lines(literals: Mapping[str, str], packed: tuple[str, ...], script: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from vlmcourse.config import ParallelConfig, check_world_size
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.fsdp import apply_fsdp, find_units
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 
 def apply_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:

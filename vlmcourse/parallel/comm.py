@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 
 def sum_over_ranks(values: Sequence[float | Tensor], ranks: Ranks) -> list[float]:

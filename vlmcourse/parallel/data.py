@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 
 def apply_ddp(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 
 
 def apply_fsdp(model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None) -> nn.Module:

@@ -17,7 +17,7 @@ from vlmcourse.data.samples import Batch
 from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.apply import gradient_sync
 from vlmcourse.parallel.comm import sum_over_ranks
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.precision import autocast
 

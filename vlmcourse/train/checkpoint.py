@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from vlmcourse.parallel.comm import wait_for_all
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
 
 logger = logging.getLogger(__name__)

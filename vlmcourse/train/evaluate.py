@@ -23,7 +23,7 @@ from vlmcourse.models.generate import generate
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import max_over_ranks, sum_over_ranks
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.precision import autocast
 
 FILLER = Sample("filler", (), (Message("user", "?"),))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from vlmcourse.config import TOWERS, TrainConfig
 from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
 from vlmcourse.monitor.metrics import TokenCount
-from vlmcourse.parallel.mesh import Ranks
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import check_run_folder, move_aside, run_folder
 
 COLUMNS = (

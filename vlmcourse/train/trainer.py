@@ -27,7 +27,7 @@ from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.mesh import Ranks, init_ranks
+from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vlmcourse.machine import num_usable_cores
-from vlmcourse.parallel.mesh import init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

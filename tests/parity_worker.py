@@ -71,8 +71,8 @@ def mean_of_means() -> Iterator[None]:
         mean = F.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten())
         return mean.nan_to_num()
 
-    def count(batches: Any, ranks: Ranks) -> Any:
-        return replace(real_count(batches, ranks), supervised=len(batches) * ranks.world_size)
+    def count(batches: Any, ranks: Ranks, layout: Any) -> Any:
+        return replace(real_count(batches, ranks, layout), supervised=len(batches) * ranks.world_size)
 
     with mock.patch.multiple(accumulate, micro_batch_loss_sum=mean_loss, count_tokens=count):
         yield
@@ -123,7 +123,7 @@ def own_weights() -> Iterator[None]:
 @contextlib.contextmanager
 def not_distributed() -> Iterator[None]:
     """The strategy leaves the model as it is."""
-    with mock.patch.multiple(apply, apply_ddp=lambda model, ranks: model, apply_fsdp=lambda model, ranks: model):
+    with mock.patch.multiple(apply, apply_ddp=lambda model, ranks: model, apply_fsdp=lambda model, ranks, **_: model):
         yield
 
 

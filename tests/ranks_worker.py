@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parity import awkward_samples, build_trainer, parity_config, small_shape
 from torch import nn
 
-from vlmcourse.config import TrainConfig
+from vlmcourse.config import ParallelConfig, TrainConfig
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Message, Sample
 from vlmcourse.models.vlm import build_model
@@ -74,7 +74,7 @@ def train_lefty(folder: Path, ranks: Ranks) -> None:
 def check_resume(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train 6 steps at once, and 3 steps, then 3 more from a checkpoint in a new trainer with other weights."""
     found: dict[str, Any] = {}
-    for strategy in ("ddp", "fsdp"):
+    for strategy in ("ddp", "fsdp", "zero1"):
         whole = build_trainer(config_in(folder, strategy, f"{strategy}-whole"), ranks, seed=1).fit()
         first = build_trainer(config_in(folder, strategy, f"{strategy}-parts", checkpoint_every=3), ranks, seed=1)
         for _ in range(3):
@@ -90,7 +90,7 @@ def check_resume(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def check_other_world(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
     """Go on from the checkpoint that one process saved, on two ranks."""
     found = {}
-    for strategy in ("ddp", "fsdp"):
+    for strategy in ("ddp", "fsdp", "zero1"):
         trainer = build_trainer(config_in(folder, strategy, f"from-single-{strategy}"), ranks, seed=3)
         trainer.resume(folder / "single")
         found[strategy] = [trainer.train_step().loss for _ in range(3)]
@@ -100,7 +100,7 @@ def check_other_world(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
 def check_evaluation(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Count right answers with unequal numbers of questions, pictures on one rank only, fewer questions than ranks."""
     found: dict[str, Any] = {}
-    for strategy in ("ddp", "fsdp"):
+    for strategy in ("ddp", "fsdp", "zero2"):
         trainer = build_trainer(config_in(folder, strategy, "evaluation"), ranks, seed=5)
         trainer.resume(folder / "lefty")
         before = measure_ledger(trainer.model)
@@ -118,7 +118,7 @@ def check_refusals(ranks: Ranks) -> dict[str, str]:
 
     def message_of(model: nn.Module, strategy: str) -> str:
         try:
-            check_strategy(model, strategy, ranks)
+            check_strategy(model, ParallelConfig(strategy=strategy), ranks)
         except (ValueError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return "accepted"
@@ -138,9 +138,13 @@ def check_refusals(ranks: Ranks) -> dict[str, str]:
     fsdp = apply_fsdp(build_model(small_shape(), seed=0), ranks)
     found["fsdp"] = message_of(fsdp, "fsdp")
     found["fsdp called ddp"] = message_of(fsdp, "ddp")
+    found["fsdp called zero2"] = message_of(fsdp, "zero2")
+    zero2 = apply_fsdp(build_model(small_shape(), seed=0), ranks, reshard_after_forward=False)
+    found["zero2"] = message_of(zero2, "zero2")
+    found["zero2 called fsdp"] = message_of(zero2, "fsdp")
     alone = dataclasses.replace(ranks, world_size=3)
     try:
-        check_strategy(fsdp, "fsdp", alone)
+        check_strategy(fsdp, ParallelConfig(strategy="fsdp"), alone)
     except RuntimeError as error:
         found["wrong size"] = str(error)
     one_rank_mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))

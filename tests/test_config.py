@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from vlmcourse.config import MAX_SEED, ConfigError, TrainConfig, check_world_size, load_config, parse_config
+from vlmcourse.config import MAX_SEED, ConfigError, TrainConfig, load_config, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -167,13 +167,3 @@ def test_direct_construction_is_checked_too() -> None:
     defaults = TrainConfig()
     with pytest.raises(ConfigError, match="must be 1 or greater"):
         dataclasses.replace(defaults, train=dataclasses.replace(defaults.train, num_steps=0))
-
-
-def test_strategies_refuse_a_number_of_ranks_that_they_cannot_use() -> None:
-    check_world_size("single", 1)
-    check_world_size("ddp", 2)
-    with pytest.raises(ValueError, match="'single' with 2 ranks"):
-        check_world_size("single", 2)
-    for strategy in ("ddp", "fsdp"):
-        with pytest.raises(ValueError, match="--nproc 2"):
-            check_world_size(strategy, 1)

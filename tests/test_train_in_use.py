@@ -21,7 +21,9 @@ from torch.nn import functional as F
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.samples import IGNORE_LABEL
+from vlmcourse.layout import Layout
 from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.mesh import Place
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.report import StepReport
@@ -192,8 +194,8 @@ Draw = tuple[float, float, float]
 def draws_of(rank: int, *, seed: int = 0, first_step: int = 0) -> list[list[Draw]]:
     """Return what Python, NumPy and PyTorch draw inside the forward passes of each step up to the third."""
     trainer = build(config_of(run__seed=seed))
-    # The only rank of its world as far as communication goes, but with a number of its own.
-    trainer.ranks = Ranks(rank=rank, local_rank=rank, world_size=1, device=torch.device("cpu"), backend="none")
+    # The only rank of its world as far as communication goes, but with samples and a number of its own.
+    trainer.place = Place(Layout(dp_replicate=2), rank, mesh=None)
     batches = build().load_step(0)
     trainer.load_step = lambda step: batches  # type: ignore[method-assign]
     trainer.step = first_step

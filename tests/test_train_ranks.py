@@ -51,7 +51,7 @@ def test_sums_and_maxima_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> 
         assert of_rank["max"] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_a_resumed_run_has_exactly_the_losses_of_an_uninterrupted_one(
     found: list[dict[str, Any]], strategy: str, single_losses: list[float]
 ) -> None:
@@ -61,14 +61,14 @@ def test_a_resumed_run_has_exactly_the_losses_of_an_uninterrupted_one(
         assert losses["whole"] == pytest.approx(single_losses, abs=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_a_checkpoint_of_one_process_goes_on_on_two_ranks(
     found: list[dict[str, Any]], strategy: str, single_losses: list[float]
 ) -> None:
     assert found[0]["other world"][strategy] == pytest.approx(single_losses[3:], abs=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(
     folder: Path, found: list[dict[str, Any]], strategy: str, single_losses: list[float]
 ) -> None:
@@ -96,14 +96,14 @@ def test_ranks_with_unequal_questions_count_what_one_process_counts(
     num_left = sum(question.messages[-1].text == "left" for question in trainer.eval_data)
     assert expected.num_correct == num_left  # it answers "left" to every text
     for of_rank in found:
-        for strategy in ("ddp", "fsdp"):
+        for strategy in ("ddp", "fsdp", "zero2"):
             outcome = of_rank["evaluation"][f"{strategy} {name}"]
             assert outcome == [expected.num_questions, expected.num_correct], strategy
 
 
 def test_training_goes_on_after_an_evaluation(folder: Path, found: list[dict[str, Any]]) -> None:
     expected = lefty(folder).train_step().loss
-    for strategy in ("ddp", "fsdp"):
+    for strategy in ("ddp", "fsdp", "zero2"):
         assert found[0]["evaluation"][f"{strategy} stores the same after"], "gathered weights were kept"
         assert found[0]["evaluation"][f"{strategy} loss after"] == pytest.approx(expected, abs=LOSS_TOLERANCE)
 
@@ -111,7 +111,7 @@ def test_training_goes_on_after_an_evaluation(folder: Path, found: list[dict[str
 def test_a_strategy_that_is_not_what_it_says_is_refused(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         said = of_rank["refusals"]
-        assert said["ddp"] == said["fsdp"] == "accepted"
+        assert said["ddp"] == said["fsdp"] == said["zero2"] == "accepted"
         for name, words in {
             "ddp not wrapped": "RuntimeError: rank",
             "fsdp not wrapped": "not wrapped by fully_shard",
@@ -119,8 +119,10 @@ def test_a_strategy_that_is_not_what_it_says_is_refused(found: list[dict[str, An
             "ddp called fsdp": "not wrapped by fully_shard",
             "ddp with other weights": "weights of rank 1 differ from rank 0's, the first is vision.",
             "fsdp called ddp": "not a DistributedDataParallel",
+            "fsdp called zero2": "units free their gathered weights",
+            "zero2 called fsdp": "units keep their gathered weights",
             "wrong size": "the process group has 2 ranks instead of 3",
-            "fsdp over one rank": "each element must be on exactly one rank",
+            "fsdp over one rank": "parameters are not sharded over",
         }.items():
             assert words in said[name], name
 

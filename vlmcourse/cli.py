@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import vlmcourse
-from vlmcourse.config import did_you_mean
+from vlmcourse.values import did_you_mean
 
 COMMANDS = {
     "train": ("vlmcourse.commands.train", "train a model as a TOML file says, on one process or several ranks"),

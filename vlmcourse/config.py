@@ -1,42 +1,31 @@
 """A training run as data: TOML in, frozen dataclasses out, every mistake reported at once.
 
 Enters: a TOML file and `section.key=value` overrides. Leaves: a `TrainConfig`. The model shapes that
-`model.preset` may name are in `presets.py`.
+`model.preset` may name are in `presets.py`, how the ranks share the work is in `layout.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
+from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_values, did_you_mean
 
 TOWERS = ("vision", "projector", "language")
-STRATEGIES = ("single", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16")
 DATASETS = ("digits", "llava")
 BAD_ROW_POLICIES = ("refuse", "skip")
 MAX_SEED = 2**63 - 1
 """TOML's largest integer; torch takes 64 bits, NumPy any number."""
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message lists every problem found, one a line."""
-
-    def __init__(self, where: str, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        noun = "problem" if len(self.problems) == 1 else "problems"
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{where} has {len(self.problems)} {noun}:\n{lines}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,31 +162,13 @@ class OptimizerConfig:
         """Return what is wrong with these values, one sentence each."""
         rates = ("lr_vision", "lr_projector", "lr_language", "eps")
         return [
-            *_check_values(self, "optimizer", rates, lambda value: value > 0, "must be greater than 0"),
-            *_check_values(self, "optimizer", ("beta1", "beta2"), lambda value: 0 <= value < 1, "must be in [0, 1)"),
+            *check_values(self, "optimizer", rates, lambda value: value > 0, "must be greater than 0"),
+            *check_values(self, "optimizer", ("beta1", "beta2"), lambda value: 0 <= value < 1, "must be in [0, 1)"),
             *at_least_zero(self, "optimizer", "weight_decay", "warmup_steps"),
-            *_check_values(
+            *check_values(
                 self, "optimizer", ("min_lr_fraction",), lambda value: 0 <= value <= 1, "must be between 0 and 1"
             ),
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the ranks share the work."""
-
-    strategy: str = "single"
-    """single (one process), ddp (every rank holds everything), fsdp (FSDP2: every rank holds a shard)."""
-    timeout_s: float = 60.0
-    """Seconds that a rank waits for the others before it fails. Raise it where rank 0 alone is busy for longer, as in
-    removing an old checkpoint of a large model, or where ranks finish an evaluation far apart."""
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with these values, one sentence each."""
-        found = _check_values(self, "parallel", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
-        if self.strategy not in STRATEGIES:
-            found.append(f"parallel.strategy = {self.strategy!r}: {did_you_mean(self.strategy, STRATEGIES)}")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,24 +186,6 @@ class TrainConfig:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         if found:
             raise ConfigError("The training configuration", found)
-
-
-def check_world_size(strategy: str, world_size: int) -> None:
-    """Refuse a number of ranks that a strategy cannot use.
-
-    Raises:
-        ValueError: if `single` has several ranks, or ddp or fsdp only one; the message says how to start it.
-    """
-    if strategy == "single" and world_size > 1:
-        raise ValueError(
-            f"parallel.strategy = 'single' with {world_size} ranks: each would train a model of its own; choose "
-            "'ddp' or 'fsdp', or start one process (without --nproc)"
-        )
-    if strategy != "single" and world_size < 2:
-        raise ValueError(
-            f"parallel.strategy = {strategy!r} with 1 rank: it shares work between at least 2 ranks; start 2 with "
-            "'--nproc 2' ('%%torchrun -n 2' in a notebook), or choose 'single'"
-        )
 
 
 def check_files(config: TrainConfig) -> None:
@@ -359,34 +312,3 @@ def _describe_missing(path: Path) -> str:
         if os.path.isfile(parent / path):
             return f"{there_is_none} in the folder {str(here)!r}: did you mean {'../' * depth + str(path)!r}?"
     return f"{there_is_none} in the folder {str(here)!r}: give the path of a TOML file, absolute or from there"
-
-
-def at_least_one(section: object, prefix: str, *names: str) -> list[str]:
-    """Return a sentence for each named field of `section` that is below 1."""
-    return _check_values(section, prefix, names, lambda value: value >= 1, "must be 1 or greater")
-
-
-def at_least_zero(section: object, prefix: str, *names: str) -> list[str]:
-    """Return a sentence for each named field of `section` that is below 0."""
-    return _check_values(section, prefix, names, lambda value: value >= 0, "must be 0 or greater")
-
-
-def _check_values(
-    section: object, prefix: str, names: Sequence[str], is_right: Callable[[float], bool], rule: str
-) -> list[str]:
-    """Return a sentence for each named field of `section` that is not finite or breaks the rule."""
-    found = []
-    for name in names:
-        value = getattr(section, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{prefix}.{name} = {value}: must be a finite number")
-        elif not is_right(value):
-            found.append(f"{prefix}.{name} = {value}: {rule}")
-    return found
-
-
-def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
-    """Return a hint that names the nearest known word, or all of them where none is near."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcourse.config import ConfigError, TrainConfig, check_files, check_world_size, load_config
+from vlmcourse.config import ConfigError, TrainConfig, check_files, load_config
+from vlmcourse.layout import find_layout
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
-    check_world_size(config.parallel.strategy, args.nproc or 1)
+    find_layout(config.parallel, args.nproc or 1)
     _check_start(args, config)
     try:
         return _train_here(args, config) if args.nproc is None else _start_ranks(args, config)

@@ -17,14 +17,19 @@ from vlmcourse.data.tokenizer import CourseTokenizer
 from vlmcourse.presets import VLMShape
 
 PAD_MULTIPLE = 8
-"""Rows are padded to a multiple of this many tokens: few different shapes, and widths that matrix units like."""
+"""Rows are padded to a multiple of this many tokens, unless told otherwise: few shapes, of widths that devices like."""
 
 
 class Collator:
     """Turns samples into batches for one model."""
 
     def __init__(
-        self, tokenizer: CourseTokenizer, shape: VLMShape, max_seq_len: int, max_tiles_per_image: int = 1
+        self,
+        tokenizer: CourseTokenizer,
+        shape: VLMShape,
+        max_seq_len: int,
+        max_tiles_per_image: int = 1,
+        pad_multiple: int = PAD_MULTIPLE,
     ) -> None:
         """Check that the tokenizer and the model fit together.
 
@@ -33,6 +38,8 @@ class Collator:
             shape: the model that takes the batches; says how large a tile is and how many tokens it takes.
             max_seq_len: tokens that a sample may have, image tokens included.
             max_tiles_per_image: grid tiles that a picture may be cut into; a thumbnail comes on top of more than one.
+            pad_multiple: rows are padded to a multiple of this many tokens; more than the default where ranks split the
+                sequence.
 
         Raises:
             ValueError: if the image token or the vocabulary of the two differ.
@@ -48,7 +55,7 @@ class Collator:
                 f"{shape.language.vocab_size}: use the tokenizer that belongs to the model (data.tokenizer)"
             )
         self.tokenizer, self.shape = tokenizer, shape
-        self.max_seq_len, self.max_tiles_per_image = max_seq_len, max_tiles_per_image
+        self.max_seq_len, self.max_tiles_per_image, self.pad_multiple = max_seq_len, max_tiles_per_image, pad_multiple
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Return a batch to train on, padded on the right.
@@ -81,7 +88,7 @@ class Collator:
             tiles += [tile for tiles_of_image in tiles_of_images for tile in tiles_of_image]
             tiles_per_sample.append(sum(map(len, tiles_of_images)))
             rows.append(self._encode(sample, list(map(len, tiles_of_images)), for_generation))
-        length = -(-max(len(ids) for ids, _ in rows) // PAD_MULTIPLE) * PAD_MULTIPLE
+        length = -(-max(len(ids) for ids, _ in rows) // self.pad_multiple) * self.pad_multiple
         input_ids_BS = torch.full((len(rows), length), self.tokenizer.pad_token_id)
         labels_BS = torch.full((len(rows), length), IGNORE_LABEL)
         attention_mask_BS = torch.zeros(len(rows), length, dtype=torch.bool)

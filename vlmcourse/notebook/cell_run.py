@@ -14,7 +14,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.cell import PreparedCell
 from vlmcourse.notebook.elastic import run_elastic
 from vlmcourse.notebook.failure import RankFailure, RankHang, RankTimeout, build_failure
@@ -25,6 +24,7 @@ from vlmcourse.notebook.options import CellOptions, CellOptionsError
 from vlmcourse.notebook.output_reader import OutputReader
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.variables import CannotTravelError, load_variables
+from vlmcourse.values import did_you_mean
 
 START_EMPTY = "Ranks start empty but for rank, world_size and device"
 IN_SESSION = "The ranks of the session keep what its cells have assigned"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.launcher import check_rank_count
+from vlmcourse.values import did_you_mean
 
 DEFAULT_RANKS = 2
 DEFAULT_TIMEOUT_S = 300.0

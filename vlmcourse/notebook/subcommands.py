@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from vlmcourse.config import did_you_mean
 from vlmcourse.notebook.options import FLAGS, CellOptionsError
+from vlmcourse.values import did_you_mean
 
 
 @dataclass(frozen=True)

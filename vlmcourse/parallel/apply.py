@@ -8,91 +8,124 @@ silently did something simpler, so wrapper, sizes and shards are checked.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from vlmcourse.config import ParallelConfig, check_world_size
+from vlmcourse.config import ParallelConfig
+from vlmcourse.layout import SHARDED, Layout, find_layout
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.fsdp import apply_fsdp, find_units
+from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.ranks import Ranks
 
 
-def apply_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> nn.Module:
-    """Distribute `model` over the ranks as `config.strategy` says, and check that it happened.
+def apply_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place | None = None) -> nn.Module:
+    """Distribute `model` over the ranks as `config` says, and check that it happened.
 
     Args:
-        model: a plain model on CPU or `ranks.device`, its towers already frozen where wanted.
-        config: the strategy.
+        model: a plain model on CPU or `ranks.device`, its towers already frozen where wanted. Where weights are sharded
+            and nothing else is split, all ranks but 0 may bring one on the meta device.
+        config: strategy and degrees; not auto any more.
         ranks: this process's place.
+        place: what `find_place` returned for the same arguments, where that has been called already.
 
     Returns:
-        `single`: the model itself. `ddp`: it in `DistributedDataParallel`. `fsdp`: itself, its parameters sharded.
+        The model, changed in place; under ddp and zero1 in `DistributedDataParallel`.
 
     Raises:
         ValueError: if the strategy cannot use this number of ranks.
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
-    check_world_size(config.strategy, ranks.world_size)
-    if config.strategy == "ddp":
+    place = place or find_place(config, ranks)
+    wrapped = model
+    if config.strategy in ("ddp", "zero1"):
         wrapped = apply_ddp(model.to(ranks.device), ranks)
-    elif config.strategy == "fsdp":
-        wrapped = apply_fsdp(model, ranks)  # moves to the device block by block, as it shards
+    elif config.strategy in SHARDED:
+        keeps = config.strategy == "zero2"
+        apply_fsdp(
+            model, ranks, mesh=place.shard_mesh(), reshard_after_forward=not keeps, prefetch=config.prefetch
+        )  # moves to the device block by block, as it shards
     else:
         wrapped = model.to(ranks.device)
-    check_strategy(wrapped, config.strategy, ranks)
+    check_strategy(wrapped, config, ranks, place)
     return wrapped
 
 
-def check_strategy(model: nn.Module, strategy: str, ranks: Ranks) -> None:
-    """Refuse a model that is not distributed as `strategy` says.
+def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place | None = None) -> None:
+    """Refuse a model that is not distributed as `config` says.
 
     Raises:
         ValueError: if the strategy cannot use this number of ranks.
         RuntimeError: if the wrapper, the group's size, the shards or the equality of weights over ranks is wrong.
-    Communicates: ddp: an all-gather of 8 bytes a parameter; fsdp: an all-reduce of 8 bytes.
+    Communicates: whole weights: an all-gather of 8 bytes a parameter; shards: an all-reduce of 16 bytes.
     """
-    check_world_size(strategy, ranks.world_size)
-    where = f"rank {ranks.rank}: strategy {strategy!r}"
-    if strategy != "single":
+    layout = place.layout if place is not None else find_layout(config, ranks.world_size)
+    where = f"rank {ranks.rank}: strategy {config.strategy!r}"
+    if ranks.world_size > 1:
         group_size = dist.get_world_size() if dist.is_initialized() else 0
         if group_size != ranks.world_size:
             raise RuntimeError(f"{where}: the process group has {group_size} ranks instead of {ranks.world_size}")
-    if strategy == "ddp":
-        if not isinstance(model, DistributedDataParallel):
+    is_ddp = isinstance(model, DistributedDataParallel)
+    if config.strategy in ("ddp", "zero1"):
+        if not is_ddp:
             raise RuntimeError(f"{where}: the model is a {type(model).__name__}, not a DistributedDataParallel")
         check_equal_weights(model.module, ranks)
-    elif strategy == "fsdp":
-        _check_sharding(model, ranks, where)
-    elif isinstance(model, (DistributedDataParallel, FSDPModule)):
+    elif config.strategy in SHARDED:
+        _check_sharding(model, config, layout, ranks, where)
+    elif is_ddp or isinstance(model, FSDPModule):
         raise RuntimeError(f"{where}: the model is wrapped as {type(model).__name__}, which waits for other ranks")
 
 
-def _check_sharding(model: nn.Module, ranks: Ranks, where: str) -> None:
-    plain = [type(part).__name__ for part in (model, *find_units(model)) if not isinstance(part, FSDPModule)]
+def _check_sharding(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:
+    parts = (model, *find_units(model))
+    plain = [type(part).__name__ for part in parts if not isinstance(part, FSDPModule)]
     if plain:
         raise RuntimeError(f"{where}: {len(plain)} parts are not wrapped by fully_shard, the first a {plain[0]}")
-    whole = [
-        name for name, p in model.named_parameters() if not (isinstance(p, DTensor) and p.placements[0].is_shard())
-    ]
+    wrong = [type(part).__name__ for part in parts[1:] if keeps_weights(part) != (config.strategy == "zero2")]
+    if wrong:
+        does = "free" if config.strategy == "zero2" else "keep"
+        raise RuntimeError(f"{where}: {len(wrong)} units {does} their gathered weights after forward, as {wrong[0]}")
+    num_shards = layout.dp_shard * layout.cp
+    whole = [name for name, p in model.named_parameters() if _num_parts(p, but="tp") != num_shards]
     if whole:
-        raise RuntimeError(f"{where}: {len(whole)} parameters are not sharded, the first is {whole[0]}")
+        raise RuntimeError(
+            f"{where}: {len(whole)} parameters are not sharded over {num_shards} ranks, the first is {whole[0]}"
+        )
     num_local = sum(local_part(p).numel() for p in model.parameters())
     num_full = sum(p.numel() for p in model.parameters())
-    num_stored = round(sum_over_ranks([num_local], ranks)[0])
-    if num_local >= num_full or num_stored != num_full:
+    num_mine = sum(p.numel() / _num_parts(p) for p in model.parameters())
+    num_stored, num_expected = (round(n) for n in sum_over_ranks([num_local, num_mine], ranks))
+    if num_local >= num_full or num_stored != num_expected:
         raise RuntimeError(
-            f"{where}: this rank stores {num_local} elements and all {ranks.world_size} ranks {num_stored}, of a "
-            f"model of {num_full}: each element must be on exactly one rank"
+            f"{where}: this rank stores {num_local} elements of a model of {num_full}, and all {ranks.world_size} "
+            f"ranks {num_stored} instead of {num_expected}: each must be on exactly one rank of a group that shards"
         )
+
+
+def keeps_weights(unit: nn.Module) -> bool:
+    """Whether an FSDP unit keeps its gathered weights between forward and backward (ZeRO-2)."""
+    assert isinstance(unit, FSDPModule)
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and group.post_forward_mesh_info is None
+
+
+def _num_parts(parameter: Tensor, but: str = "") -> int:
+    """Return into how many pieces a parameter is cut, over all axes of its mesh except the one called `but`."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for name, size, placement in sizes if name != but and not placement.is_replicate())
 
 
 def check_equal_weights(model: nn.Module, ranks: Ranks) -> None:

@@ -2,30 +2,50 @@
 
 Enters: a plain model. Leaves: the same object, its parameters replaced by shards along dimension 0 (`DTensor`). A
 block's weights are all-gathered just before it runs and freed after, its gradients are reduce-scattered in backward:
-3 (N - 1) / N x the weights' bytes sent by each of N ranks. FSDP2 is applied by calling `fully_shard` on the blocks;
-FSDP1's wrapping policies are gone. Chapter 1.
+3 (N - 1) / N x the weights' bytes sent by each of N ranks. Weights that are kept from forward to backward (ZeRO-2) are
+gathered once: 2 (N - 1) / N. FSDP2 is applied by calling `fully_shard` on the blocks; FSDP1's wrapping policies are
+gone. Chapter 1.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 7; torch.distributed.fsdp.fully_shard documentation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
+from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 
 
-def apply_fsdp(model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Shard every parameter of `model` over all ranks, one unit a transformer block and one for the rest.
+def apply_fsdp(
+    model: nn.Module,
+    ranks: Ranks,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    prefetch: int = 0,
+) -> nn.Module:
+    """Shard every parameter of `model`, one unit a transformer block and one for the rest.
 
     Args:
-        model: the same architecture on every rank; weights may differ, rank 0's win.
+        model: the same architecture on every rank, with weights or on the meta device; rank 0's weights win, and at
+            least rank 0 has some.
         ranks: this process's place.
-        mesh: a one-axis mesh to shard over; by default one of all ranks, its axis named dp_shard.
+        mesh: what to shard over: one axis, or two of which the first counts whole copies (HSDP); by default one axis of
+            all ranks, named dp_shard.
+        reshard_after_forward: free a block's gathered weights after its forward and gather them again in backward
+            (ZeRO-3), or keep them until backward has used them (ZeRO-2: less to send, all weights in memory).
+        prefetch: blocks whose weights are asked for ahead of the one that computes; 0 leaves it to PyTorch, which asks
+            for one in backward and on a GPU for one in forward.
 
     Returns:
         `model`, changed in place: parameters are `DTensor`s sharded on dimension 0.
@@ -33,30 +53,70 @@ def apply_fsdp(model: nn.Module, ranks: Ranks, *, mesh: DeviceMesh | None = None
     Raises:
         ValueError: if there are no blocks: the model would be gathered as a whole, which saves nothing at the peak.
     Communicates: now, a broadcast of all weights from rank 0; then, per forward, an all-gather of each block, and in
-        backward another all-gather and a reduce-scatter of each block's gradients.
+        backward another all-gather (ZeRO-3) and a reduce-scatter of each block's gradients; over copies also an
+        all-reduce of the shards of gradients.
     """
     units = find_units(model)
-    broadcast_weights(model)
     mesh = mesh or init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
-    # Innermost first: a parameter belongs to the first call that sees it. The default `reshard_after_forward` frees a
-    # unit's gathered weights after forward and keeps the root's, which backward needs first anyway.
+    is_split_already = any(isinstance(p, DTensor) for p in model.parameters())
+    whole = None if is_split_already else _take_from_meta(model, ranks)
+    if whole is None and not is_split_already:
+        broadcast_weights(model)
+    # Innermost first: a parameter belongs to the first call that sees it. The root keeps its gathered weights after
+    # forward whatever is asked, because backward needs them first.
     for unit in units:
-        fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False if not reshard_after_forward else None)
+    if whole is not None:
+        model.to_empty(device=ranks.device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, whole, options=options)
+    if prefetch:
+        set_prefetch(find_blocks(model), prefetch)
     return model
+
+
+def _take_from_meta(model: nn.Module, ranks: Ranks) -> dict[str, Any] | None:
+    """Where a rank has a model without weights, make it so on all and return rank 0's weights there, else nothing.
+
+    Returns:
+        None if every rank has weights. Else rank 0's state dict on rank 0 and an empty one elsewhere: no rank but that
+        one ever holds more than its shards.
+    """
+    has_none = any(p.is_meta for p in model.parameters())
+    if not max_over_ranks([has_none], ranks)[0]:
+        return None
+    whole = dict(model.state_dict()) if ranks.is_main else {}
+    if any(tensor.is_meta for tensor in whole.values()):
+        raise ValueError("rank 0's model is on the meta device: rank 0 must have the weights that all start from")
+    model.to("meta")
+    return whole
+
+
+def set_prefetch(units: Sequence[nn.Module], ahead: int) -> None:
+    """Let each unit ask for the weights of the next `ahead` units before it computes, in forward and in backward.
+
+    Args:
+        units: in the order in which forward runs them; all given to `fully_shard`.
+        ahead: 1 or more; each costs the memory of one gathered unit.
+    """
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for i, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, i - ahead) : i][::-1])
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
     """Return what is gathered and freed together, besides the root unit with all the rest.
 
-    These are the transformer blocks of all towers, the members of every `ModuleList` called `blocks`, and the embedding
+    These are the transformer blocks of all towers, the members of everything called `blocks`, and the embedding
     and output matrix (`embedding`, `lm_head`) where they are two: tied, they are one parameter of the root.
 
     Raises:
         ValueError: if there is no block.
     """
+    blocks = find_blocks(model)
     named = [(name.split(".")[-1], module) for name, module in model.named_modules()]
-    blocks = [block for name, part in named if name == "blocks" and isinstance(part, nn.ModuleList) for block in part]
     if not blocks:
         raise ValueError(
             f"FSDP finds no blocks in this {type(model).__name__}: it would gather the whole model at once. Keep the "
@@ -66,6 +126,12 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     heads = [part for name, part in named if name == "lm_head" and isinstance(part, nn.Linear)]
     tied = {id(embedding.weight) for embedding in embeddings} & {id(head.weight) for head in heads}
     return blocks + [part for part in (*embeddings, *heads) if heads and id(part.weight) not in tied]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the transformer blocks of all towers, in the order in which forward runs them."""
+    named = [(name.split(".")[-1], part) for name, part in model.named_modules()]
+    return [block for name, part in named if name == "blocks" for block in part.children()]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmcourse.planner.activations import Workload
+from vlmcourse.planner.degrees import find_indivisible
 from vlmcourse.planner.hardware import DeviceSpec, get_device
 from vlmcourse.planner.memory import GB, RankMemory, estimate_rank_memory
 from vlmcourse.planner.plan import Plan
@@ -134,22 +135,11 @@ def _rank_problems(plan: Plan, cluster: Cluster) -> list[Problem]:
 
 def _division_problems(plan: Plan, model: VLMShape) -> list[Problem]:
     """Check that tensor and pipeline degrees divide what they split."""
-    language, vision = model.language, model.vision
-    checks = [
-        ("heads", "tp", plan.tp, language.num_heads, "query heads", "lower tp"),
-        ("kv_heads", "tp", plan.tp, language.num_kv_heads, "key/value heads", "lower tp"),
-        ("hidden", "tp", plan.tp, language.hidden_size, "as the language width", "lower tp"),
-        ("mlp", "tp", plan.tp, language.mlp_size, "as the language MLP width", "lower tp"),
-        ("layers", "pp", plan.pp, language.num_layers, "language layers", "choose a pp that does"),
-        ("vision_heads", "vision_tp", plan.vision_tp, vision.num_heads, "vision heads", "set vision_tp=1"),
-        ("vision_hidden", "vision_tp", plan.vision_tp, vision.hidden_size, "as the vision width", "set vision_tp=1"),
-        ("vision_mlp", "vision_tp", plan.vision_tp, vision.mlp_size, "as the vision MLP width", "set vision_tp=1"),
-    ]
-    found = [
-        Problem(code=code, message=f"{name}={degree} does not divide {size} {what}: {advice}")
-        for code, name, degree, size, what, advice in checks
-        if size % degree
-    ]
+    indivisible = find_indivisible(model, plan.tp, plan.vision_tp)
+    found = [Problem(code=code, message=f"{message}: {advice}") for code, message, advice in indivisible]
+    if model.language.num_layers % plan.pp:
+        message = f"pp={plan.pp} does not divide {model.language.num_layers} language layers: choose a pp that does"
+        found.append(Problem(code="layers", message=message))
     if plan.vision_tp not in (1, plan.tp):
         message = f"vision_tp={plan.vision_tp} with tp={plan.tp}: must be 1 or equal to tp"
         found.append(Problem(code="vision_tp", message=message))

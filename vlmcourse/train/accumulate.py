@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vlmcourse.data.samples import Batch
+from vlmcourse.layout import Layout
 from vlmcourse.monitor.metrics import TokenCount
-from vlmcourse.parallel.apply import gradient_sync
+from vlmcourse.parallel.apply import gradient_sync, unwrap
 from vlmcourse.parallel.comm import sum_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.loss import token_loss_sum
@@ -31,7 +32,9 @@ class Accumulated:
     tokens: TokenCount
 
 
-def accumulate_gradients(model: nn.Module, batches: Sequence[Batch], ranks: Ranks, precision: str) -> Accumulated:
+def accumulate_gradients(
+    model: nn.Module, batches: Sequence[Batch], ranks: Ranks, precision: str, layout: Layout | None = None
+) -> Accumulated:
     """Run forward and backward on every micro-batch; exchange gradients once, with the last.
 
     Args:
@@ -40,6 +43,7 @@ def accumulate_gradients(model: nn.Module, batches: Sequence[Batch], ranks: Rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
         precision: fp32 or bf16.
+        layout: which ranks share samples; by default each rank has its own.
 
     Returns:
         Loss and token counts of the whole step.
@@ -50,23 +54,24 @@ def accumulate_gradients(model: nn.Module, batches: Sequence[Batch], ranks: Rank
     Communicates: an all-reduce of 24 bytes before, the strategy's gradient exchange, and one all-reduce after, of 8
         bytes a micro-batch.
     """
-    tokens = count_tokens(batches, ranks)
+    layout = layout or Layout(dp_replicate=ranks.world_size)
+    tokens = count_tokens(batches, ranks, layout)
     if not tokens.supervised:
         ids = ", ".join(batches[0].sample_ids[:3])
         raise ValueError(
             f"rank {ranks.rank}: no sample of this step has a supervised token (this rank's first are {ids}): there is "
             "nothing to learn from; give samples an answer, or raise data.max_seq_len"
         )
-    # DDP and FSDP average gradients over ranks, but this loss is a sum over all ranks divided once, by the tokens of
-    # the step: x world_size turns their average back into a sum.
-    loss_scale = ranks.world_size / tokens.supervised
+    # DDP and FSDP average gradients over the ranks with samples or positions of their own, but this loss is a sum over
+    # all of them divided once, by the tokens of the step: x their number turns the average back into a sum.
+    loss_scale = layout.summed_degree / tokens.supervised
     loss_sums: list[Tensor] = []
     for i, batch in enumerate(batches):
         with gradient_sync(model, enabled=i == len(batches) - 1):
             loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision)
             (loss_sum * loss_scale).backward()
         loss_sums.append(loss_sum.detach())
-    loss = sum(sum_over_ranks(loss_sums, ranks)) / tokens.supervised
+    loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / tokens.supervised  # ranks of one tp group have the same
     if not math.isfinite(loss):
         raise RuntimeError(
             f"rank {ranks.rank}: the loss of this step is {loss}: it must be finite; lower the learning rates, "
@@ -85,15 +90,18 @@ def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str) -> Tens
             tiles_per_sample=batch.tiles_per_sample,
             sample_ids=batch.sample_ids,
         )
-    return token_loss_sum(logits_BSV, batch.labels_BS)
+    take_part = getattr(unwrap(model).get_submodule("language"), "take_part", None)
+    labels_BS = batch.labels_BS if take_part is None else take_part(batch.labels_BS, 1)
+    return token_loss_sum(logits_BSV, labels_BS)
 
 
-def count_tokens(batches: Sequence[Batch], ranks: Ranks) -> TokenCount:
-    """Count the tokens of one optimizer step over all micro-batches and ranks.
+def count_tokens(batches: Sequence[Batch], ranks: Ranks, layout: Layout) -> TokenCount:
+    """Count the tokens of one optimizer step over all micro-batches and ranks, those of shared samples once.
 
     Communicates: one all-reduce of 24 bytes.
     """
+    num_sharing = layout.world_size // layout.dp_degree
     visual = sum(batch.num_visual_tokens for batch in batches)
     text = sum(batch.num_tokens for batch in batches) - visual
     supervised = sum(batch.num_supervised_tokens for batch in batches)
-    return TokenCount(*sum_over_ranks([text, visual, supervised], ranks))
+    return TokenCount(*(total / num_sharing for total in sum_over_ranks([text, visual, supervised], ranks)))

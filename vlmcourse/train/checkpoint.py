@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
@@ -46,7 +48,7 @@ def save_checkpoint(
         folder: the run's `checkpoints` folder, on a disk that all ranks share.
         step: optimizer steps done.
         model: under any strategy.
-        optimizer: the model's; every trainable parameter has had a step.
+        optimizer: the model's, an AdamW or one in shards.
         ranks: this process's place; all ranks must call this.
         meta: what else to keep, as JSON.
         keep: how many checkpoints stay, the new one among them.
@@ -61,9 +63,8 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)  # from a save that was killed
         partial.mkdir(parents=True)
     wait_for_all(ranks)
-    weights, moments = get_state_dict(model, optimizer)
     with _quiet_single(ranks):
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=ranks.world_size == 1)
+        dcp.save(named_state(model, optimizer), checkpoint_id=partial, no_dist=ranks.world_size == 1)
     if ranks.is_main:
         _write_durably(partial / META_NAME, json.dumps({**meta, "step": step}, indent=2))
         _replace_folder(partial, final)
@@ -83,11 +84,30 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
         ranks: this process's place; all ranks must call this.
     Communicates: the few kilobytes with which the ranks agree who reads what.
     """
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    state = named_state(model, optimizer)
     with _quiet_single(ranks):
-        dcp.load(state, checkpoint_id=path, no_dist=ranks.world_size == 1)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dcp.load(state, checkpoint_id=path, no_dist=ranks.world_size == 1)  # in place
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the tensors that this rank stores, by the plain model's names: weights, and moments of trainable ones.
+
+    Every moment exists afterwards, as zeros before the first step: what is loaded into these tensors is in use at once.
+    Learning rates and the like are not among them; they follow from the configuration and the step.
+    """
+    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    plain = unwrap(model)
+    names = {parameter: name for name, parameter in plain.named_parameters()}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for group in own.param_groups:
+        for parameter in group["params"]:
+            state = own.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            moments[names[parameter]] = dict(state)
+    return {"model": plain.state_dict(), "optimizer": moments}
 
 
 def _replace_folder(new: Path, final: Path) -> None:

@@ -106,8 +106,9 @@ def _for_generation(plain: VLM) -> Iterator[None]:
     finally:
         plain.train(was_training)
         plain.vision_on_every_batch = False
-        if isinstance(plain, FSDPModule):
-            plain.reshard()  # the root keeps its gathered weights after forward; give them back
+        for module in plain.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root, and under zero2 every block, has kept its gathered weights
 
 
 def _answer(

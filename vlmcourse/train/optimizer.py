@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TOWERS, OptimizerConfig
 from vlmcourse.parallel.apply import unwrap
+from vlmcourse.parallel.data import shard_optimizer
 
 
 def freeze_towers(model: nn.Module, towers: Iterable[str]) -> None:
@@ -23,12 +25,13 @@ def freeze_towers(model: nn.Module, towers: Iterable[str]) -> None:
         model.get_submodule(tower).requires_grad_(False)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, shards_state: bool = False) -> torch.optim.Optimizer:
     """Build AdamW over the trainable parameters, two groups a tower: with weight decay (matrices) and without.
 
     Args:
         model: already distributed, so that moments are made for shards where weights are shards.
         config: rates by tower, decay and betas.
+        shards_state: whether each rank keeps the moments of some parameters only (zero1).
 
     Returns:
         The optimizer; each group also holds `tower` and `base_lr`, which `set_learning_rates` scales.
@@ -50,7 +53,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         raise ValueError("every tower is frozen: nothing would train; leave one out of model.freeze")
     # The fused kernel updates all tensors of a group in one call: many small tensors otherwise cost more time in Python
     # than in arithmetic.
-    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    options: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
+    if shards_state:
+        return shard_optimizer(groups, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:

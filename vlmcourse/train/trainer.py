@@ -16,18 +16,22 @@ from typing import Any
 import torch
 
 import vlmcourse
-from vlmcourse.config import TrainConfig, check_world_size
+from vlmcourse.config import TrainConfig
 from vlmcourse.data import build_dataset
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import load_tokenizer
+from vlmcourse.layout import SHARDED, sequence_multiple
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
+from vlmcourse.parallel.gather import gather_plain_model
+from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks
+from vlmcourse.planner.degrees import resolve_auto
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
@@ -84,22 +88,35 @@ class Trainer:
         """
         self.config = config
         self.ranks = ranks if ranks is not None else init_ranks(config.parallel.timeout_s)
-        check_world_size(config.parallel.strategy, self.ranks.world_size)
+        plain = model
+        if plain is None and config.model.hf_folder:
+            plain = load_hf_folder(config.model.hf_folder)
+        self.shape = plain.shape if plain is not None else get_model(config.model.preset)
+        self.parallel, reason = resolve_auto(config.parallel, self.ranks.world_size, self.shape)
+        if reason and self.ranks.is_main:
+            logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
+        self.place = find_place(self.parallel, self.ranks, self.shape)
+        layout = self.place.layout
         forbid_tf32()
-        plain = model if model is not None else _build_plain_model(config)
-        self.shape = plain.shape
+        if plain is None:
+            # The same seed on every rank: copies start equal. A rank that gets its shards from rank 0 needs no weights.
+            gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main
+            plain = build_model(self.shape, device="meta" if gets_shards else "cpu", seed=config.run.seed)
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         self.collator = Collator(
-            self.tokenizer, self.shape, config.data.max_seq_len, max_tiles_per_image=config.data.max_tiles_per_image
+            self.tokenizer,
+            self.shape,
+            config.data.max_seq_len,
+            max_tiles_per_image=config.data.max_tiles_per_image,
+            pad_multiple=sequence_multiple(self.parallel),
         )
         self.train_data = train_data if train_data is not None else build_dataset(config, "train")
         self.eval_data = eval_data if eval_data is not None else build_dataset(config, "heldout")
-        # Every rank of these strategies works on samples of its own, so the data-parallel degree is the world size.
-        self.global_batch_size = config.train.micro_batch_size * config.train.accumulation_steps * self.ranks.world_size
+        self.global_batch_size = config.train.micro_batch_size * config.train.accumulation_steps * layout.dp_degree
         self.sampler = GlobalBatchSampler(len(self.train_data), self.global_batch_size, config.run.seed)
         freeze_towers(plain, config.model.freeze)
-        self.model = apply_strategy(plain, config.parallel, self.ranks)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place)
+        self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=self.parallel.strategy == "zero1")
         self.step = 0
         """Optimizer steps done."""
         self.before_update: list[Callable[[Trainer], None]] = []
@@ -116,7 +133,7 @@ class Trainer:
         batches = []
         for m in range(accumulation_steps):
             indices = self.sampler.micro_batch(
-                step, m, accumulation_steps, dp_rank=self.ranks.rank, dp_degree=self.ranks.world_size
+                step, m, accumulation_steps, dp_rank=self.place.dp_rank, dp_degree=self.place.layout.dp_degree
             )
             batches.append(self.collator([self.train_data[i] for i in indices]))
         return batches
@@ -130,11 +147,11 @@ class Trainer:
         """
         started_s = time.perf_counter()
         config = self.config.train
-        seed_step(self.config.run.seed, self.step, self.ranks.rank)
+        seed_step(self.config.run.seed, self.step, self.place.dp_rank)
         self.model.train()
         batches = self.load_step(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        done = accumulate_gradients(self.model, batches, self.ranks, config.precision)
+        done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout)
         grad_norm = clip_global_norm(self.model.parameters(), config.max_grad_norm)
         scale = learning_rate_scale(
             self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
@@ -195,7 +212,7 @@ class Trainer:
                 tokens_per_s=throughput.mean().total,
                 peak_bytes=round(max_over_ranks([peak_bytes], self.ranks)[0]),
                 peak_is=peak_is,
-                strategy=self.config.parallel.strategy,
+                strategy=self.parallel.strategy,
                 world_size=self.ranks.world_size,
                 seconds=time.perf_counter() - started_s,
                 train_seconds=train_seconds,
@@ -211,9 +228,16 @@ class Trainer:
         return result
 
     def evaluate(self) -> ExactMatch:
-        """Answer every held-out question and compare with the right answers; all ranks must call this."""
+        """Answer every held-out question and compare with the right answers; all ranks must call this.
+
+        Where ranks hold parts of matrices, sequences or layers, each answers its questions with a whole copy of it all,
+        for as long as that takes.
+        """
+        model, layout = self.model, self.place.layout
+        if layout.tp * layout.cp * layout.pp > 1:
+            model = gather_plain_model(model, self.shape, self.ranks.device)
         return evaluate_exact_match(
-            self.model,
+            model,
             self.eval_data,
             self.collator,
             self.tokenizer,
@@ -260,13 +284,6 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         """Whether something done every so many steps (0: only at the end) is due now; at the end everything is."""
         return self.step == self.config.train.num_steps or (every > 0 and self.step % every == 0)
-
-
-def _build_plain_model(config: TrainConfig) -> VLM:
-    if config.model.hf_folder:
-        return load_hf_folder(config.model.hf_folder)
-    # The same seed on every rank: data-parallel copies start equal.
-    return build_model(get_model(config.model.preset), seed=config.run.seed)
 
 
 def _check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, global_batch_size: int) -> None:

@@ -1,0 +1,79 @@
+"""The combinations of strategies and degrees whose parity with one process is tested, and how one is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from parity import GLOBAL_BATCH_SIZE, MAX_GRAD_NORM, AwkwardTrainer, Recording, awkward_samples, record, small_shape
+
+from vlmcourse.config import TrainConfig, parse_config
+from vlmcourse.layout import find_layout
+from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.presets import VLMShape
+
+NUM_STEPS = 3
+WEIGHT_SEED = 100
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run on several ranks."""
+
+    world_size: int
+    parallel: dict[str, Any]
+    accumulation_steps: int = 1
+    freeze: tuple[str, ...] = ()
+    precision: str = "fp32"
+    heads: int = 2
+    """Of the vision tower."""
+    tied: bool = False
+
+
+COMBINATIONS: dict[str, Combination] = {
+    "zero1": Combination(2, {"strategy": "zero1"}),
+    "zero1, accumulation, frozen vision": Combination(2, {"strategy": "zero1"}, 2, ("vision",)),
+    "zero2": Combination(2, {"strategy": "zero2"}),
+    "zero2, accumulation, prefetch": Combination(2, {"strategy": "zero2", "prefetch": 2}, 2),
+    "fsdp, prefetch": Combination(2, {"strategy": "fsdp", "prefetch": 1}),
+    "hsdp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2}, 2),
+    "zero1 on 4": Combination(4, {"strategy": "zero1"}, 2),
+}
+
+
+def divisible_shape(num_heads: int = 2, tied_embeddings: bool = False) -> VLMShape:
+    """Return the parity test's shape with widths that 2 divides; `num_heads` is of the vision tower, 12 wide each."""
+    shape = small_shape(tied_embeddings)
+    vision = dataclasses.replace(shape.vision, num_heads=num_heads, hidden_size=12 * num_heads, mlp_size=32)
+    return dataclasses.replace(shape, vision=vision, language=dataclasses.replace(shape.language, mlp_size=44))
+
+
+def config_of(combination: Combination, *, alone: bool = False) -> TrainConfig:
+    """Return the run's configuration, or that of one process that it must equal."""
+    parallel = {"strategy": "single"} if alone else combination.parallel
+    steps = 1 if alone else combination.accumulation_steps
+    table = {
+        "model": {"freeze": list(combination.freeze)},
+        "train": {
+            "num_steps": NUM_STEPS,
+            "accumulation_steps": steps,
+            "max_grad_norm": MAX_GRAD_NORM,
+            "precision": combination.precision,
+        },
+        "optimizer": {"warmup_steps": 2, "eps": 1e-5, "weight_decay": 0.1, "lr_vision": 2e-3, "lr_language": 5e-4},
+        "parallel": parallel,
+    }
+    dp_degree = find_layout(parse_config(table).parallel, 1 if alone else combination.world_size).dp_degree
+    return parse_config(table, {"train.micro_batch_size": GLOBAL_BATCH_SIZE // (steps * dp_degree)})
+
+
+def run(combination: Combination, ranks: Ranks, seed: int = WEIGHT_SEED) -> Recording:
+    """Train and keep everything; one rank alone is the reference."""
+    model = build_model(divisible_shape(combination.heads, combination.tied), seed=seed)
+    samples = awkward_samples()
+    config = config_of(combination, alone=ranks.world_size == 1)
+    return record(
+        AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
+    )

@@ -1,0 +1,177 @@
+"""How ranks share the work, as numbers: every grid of ranks, and everything that is refused before a rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from vlmcourse.config import ConfigError, parse_config
+from vlmcourse.layout import AXES, STRATEGIES, Layout, ParallelConfig, find_layout, sequence_multiple
+from vlmcourse.planner.degrees import check_shape_divides, resolve_auto
+from vlmcourse.presets import get_model
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "expected"),
+    [
+        (ParallelConfig(), 1, Layout()),
+        (ParallelConfig(tp=2), 2, Layout(tp=2)),
+        (ParallelConfig(strategy="ddp"), 3, Layout(dp_replicate=3)),
+        (ParallelConfig(strategy="zero1", cp=2), 4, Layout(dp_replicate=2, cp=2)),
+        (ParallelConfig(strategy="ddp", cp=2), 2, Layout(cp=2)),
+        (ParallelConfig(strategy="zero2"), 2, Layout(dp_shard=2)),
+        (ParallelConfig(strategy="fsdp", tp=2, pp=2, cp=2), 16, Layout(pp=2, dp_shard=2, cp=2, tp=2)),
+        (ParallelConfig(strategy="fsdp", cp=2), 2, Layout(cp=2)),
+        (ParallelConfig(strategy="hsdp", dp_replicate=2), 8, Layout(dp_replicate=2, dp_shard=4)),
+        (ParallelConfig(strategy="hsdp", dp_shard=2, tp=2), 8, Layout(dp_replicate=2, dp_shard=2, tp=2)),
+        (ParallelConfig(strategy="hsdp", dp_replicate=2, dp_shard=1, cp=2), 4, Layout(dp_replicate=2, cp=2)),
+    ],
+)
+def test_ranks_are_spread_over_the_axes(config: ParallelConfig, world_size: int, expected: Layout) -> None:
+    assert config.problems() == []
+    layout = find_layout(config, world_size)
+    assert layout == expected
+    assert layout.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "words"),
+    [
+        (ParallelConfig(), 2, "'single' with 2 ranks: each would train a model of its own"),
+        (ParallelConfig(tp=2), 4, "each of 2 (tp x cp x pp) would train a model of its own"),
+        (ParallelConfig(strategy="ddp"), 1, "'ddp' with 1 rank: .*start 2 with '--nproc 2'"),
+        (ParallelConfig(strategy="fsdp", tp=2), 2, "start 4 with '--nproc 4'"),
+        (ParallelConfig(strategy="fsdp", tp=2), 3, "= 2 does not divide 3 rank"),
+        (ParallelConfig(strategy="fsdp", tp=2, cp=2, pp=2), 4, "2 x 2 x 2 = 8 does not divide 4"),
+        (ParallelConfig(strategy="hsdp", dp_replicate=3), 8, "3 x 2 with 8 data-parallel"),
+        (ParallelConfig(strategy="hsdp", dp_replicate=4), 4, "4 x 1 with 4 data-parallel"),
+        (ParallelConfig(strategy="hsdp", dp_shard=4), 4, "1 x 4 with 4 data-parallel"),
+    ],
+)
+def test_numbers_of_ranks_that_do_not_fit_are_refused(config: ParallelConfig, world_size: int, words: str) -> None:
+    assert config.problems() == []
+    with pytest.raises(ValueError, match=words.replace("(", "\\(").replace(")", "\\)")):
+        find_layout(config, world_size)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"strategy": "dpp"}, "did you mean 'ddp'"),
+        ({"strategy": "ddp", "tp": 2}, "exchange the gradients of a whole model"),
+        ({"strategy": "zero1", "pp": 2}, "exchange the gradients of a whole model"),
+        ({"strategy": "single", "cp": 2}, "must add up their gradients"),
+        ({"strategy": "fsdp", "dp_shard": 2}, "only strategy = 'hsdp' reads it"),
+        ({"strategy": "hsdp"}, "say how many copies there are"),
+        ({"strategy": "fsdp", "tp": 4, "vision_tp": 2}, "must be 1 or equal to tp"),
+        ({"strategy": "fsdp", "pp": 2, "vision_stages": 2}, "at least one stage must be left"),
+        ({"strategy": "auto", "tp": 2}, "strategy = 'auto' chooses it"),
+        ({"strategy": "fsdp", "tp": 0}, "must be 1 or greater"),
+        ({"strategy": "fsdp", "cp_method": "rings"}, "did you mean 'ring'"),
+        ({"strategy": "fsdp", "pp_schedule": "1F1B"}, "choose one of gpipe, 1f1b"),
+        ({"strategy": "fsdp", "vision_heads": "pad"}, "choose one of split, pad_heads"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_with_the_configuration(
+    parallel: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"parallel": parallel})
+
+
+LAYOUTS = [Layout(**dict(zip(AXES, sizes, strict=True))) for sizes in product((1, 2), (1, 2), (1, 3), (1, 2), (1, 2))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_has_a_position_of_its_own_and_groups_are_its_lines(layout: Layout) -> None:
+    ranks = range(layout.world_size)
+    assert len({tuple(layout.coordinates(rank).values()) for rank in ranks}) == layout.world_size
+    for axis, size in zip(AXES, layout.sizes, strict=True):
+        groups = {layout.group_of(rank, axis) for rank in ranks}
+        assert sorted(rank for group in groups for rank in group) == list(ranks)
+        for group in groups:
+            assert [layout.coordinates(rank)[axis] for rank in group] == list(range(size))
+    # The innermost axis talks most, so its ranks are neighbours.
+    assert layout.group_of(0, "tp") == tuple(range(layout.tp))
+    assert {layout.dp_rank(rank) for rank in ranks} == set(range(layout.dp_degree))
+
+
+def test_a_rank_outside_the_grid_is_refused() -> None:
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            Layout(tp=2).coordinates(rank)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        ("tiny", ParallelConfig(tp=4), ["tp=4 does not divide 2 key/value heads", "vision_tp=4 does not divide 2"]),
+        ("tiny", ParallelConfig(tp=4, vision_tp=1), ["tp=4 does not divide 2 key/value heads: lower tp"]),
+        (
+            "internvl2-26b",
+            ParallelConfig(tp=2),
+            ["vision_tp=2 does not divide 25 vision heads: set vision_tp=1, or vision_heads to 'mlp_only' or"],
+        ),
+        ("tiny", ParallelConfig(strategy="fsdp", cp=4, cp_method="ulysses"), ["set cp_method to 'ring'"]),
+        ("tiny", ParallelConfig(pp=4), ["a stage needs at least one layer; lower pp"]),
+    ],
+)
+def test_degrees_that_do_not_divide_a_model_are_all_named(model: str, config: ParallelConfig, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"The model '{model}' cannot be split") as caught:
+        check_shape_divides(config, get_model(model))
+    for part in words:
+        assert part in str(caught.value)
+    assert str(caught.value).count("\n  - ") == len(words)
+
+
+def test_other_plans_for_25_vision_heads_are_accepted() -> None:
+    shape = get_model("internvl2-26b")
+    for config in (
+        ParallelConfig(tp=2, vision_tp=1),
+        ParallelConfig(tp=2, vision_heads="mlp_only"),
+        ParallelConfig(tp=2, vision_heads="pad_heads"),
+    ):
+        check_shape_divides(config, shape)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected", "reason"),
+    [
+        (1, ParallelConfig(), "nothing to share"),
+        (2, ParallelConfig(strategy="ddp"), "at most 4"),
+        (4, ParallelConfig(strategy="ddp"), "at most 4"),
+        (8, ParallelConfig(strategy="fsdp", tp=2, vision_tp=1), "at most 16"),
+        (9, ParallelConfig(strategy="fsdp"), "does not divide 9"),
+        (16, ParallelConfig(strategy="fsdp", tp=2, vision_tp=1), "at most 16"),
+        (32, ParallelConfig(strategy="fsdp", tp=4, pp=4, vision_heads="mlp_only"), "more than 16"),
+        (24, ParallelConfig(strategy="fsdp"), "does not divide 24"),
+    ],
+)
+def test_auto_chooses_by_the_number_of_ranks_and_says_why(
+    world_size: int, expected: ParallelConfig, reason: str
+) -> None:
+    asked = ParallelConfig(strategy="auto", timeout_s=7)
+    assert asked.problems() == []
+    find_layout(asked, world_size)
+    chosen, why = resolve_auto(asked, world_size, get_model("internvl2-26b"))
+    assert chosen == replace(expected, timeout_s=7)
+    assert reason in why
+    assert chosen.problems() == []
+    find_layout(chosen, world_size)
+
+
+def test_a_named_strategy_is_left_alone() -> None:
+    for strategy in set(STRATEGIES) - {"auto"}:
+        assert resolve_auto(ParallelConfig(strategy=strategy), 2, get_model("tiny")) == (
+            ParallelConfig(strategy=strategy),
+            "",
+        )
+
+
+def test_sequences_are_padded_to_what_their_ranks_can_split() -> None:
+    assert sequence_multiple(ParallelConfig()) == 8
+    assert sequence_multiple(ParallelConfig(tp=3)) == 24
+    assert sequence_multiple(ParallelConfig(strategy="fsdp", cp=4, tp=2)) == 16
+    assert sequence_multiple(ParallelConfig(strategy="fsdp", cp=3)) == 24

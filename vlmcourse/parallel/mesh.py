@@ -1,0 +1,93 @@
+"""The grid of ranks, live: which axis a rank shares with whom, on process groups that PyTorch has made.
+
+Enters: a `Layout`, plain numbers. Leaves: a `Place`, this process's position in it with the groups to talk over, and a
+table of who holds what. Everything that splits a model or a batch is handed a `Place` or one axis of its mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, find_layout
+from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.planner.degrees import check_shape_divides
+from vlmcourse.presets import VLMShape
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's position in the grid of ranks."""
+
+    layout: Layout
+    rank: int
+    mesh: DeviceMesh | None
+    """All axes of `AXES`; None where nothing but whole copies exists, over all ranks or on one."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the `layout.dp_degree` sets of samples this rank works on."""
+        return self.layout.dp_rank(self.rank)
+
+    @property
+    def cp_rank(self) -> int:
+        """Which parts of the sequence this rank works on."""
+        return self.layout.coordinates(self.rank)["cp"]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the output, and so the loss, is computed here: on the last stage of a pipeline."""
+        return self.layout.coordinates(self.rank)["pp"] == self.layout.pp - 1
+
+    def axis(self, name: str) -> DeviceMesh:
+        """Return one axis of the mesh.
+
+        Raises:
+            RuntimeError: if there is no mesh.
+        """
+        return self._live_mesh()[name]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Return the process group of one axis: the ranks that differ from this one on it alone."""
+        return self.axis(name).get_group()
+
+    def shard_mesh(self) -> DeviceMesh:
+        """Return what FSDP shards over: dp_shard and cp as one axis, below dp_replicate where there are copies.
+
+        Ranks of one cp group hold the same weights and see other positions, so their gradients are added up like those
+        of data-parallel ranks, and the weights are sharded over them too.
+        """
+        mesh = self._live_mesh()
+        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if self.layout.cp > 1 else mesh["dp_shard"]
+        if self.layout.dp_replicate == 1:
+            return shards
+        name = "dp_shard_cp" if self.layout.cp > 1 else "dp_shard"
+        return mesh["dp_replicate", name]
+
+    def _live_mesh(self) -> DeviceMesh:
+        if self.mesh is None:
+            raise RuntimeError(f"rank {self.rank}: whole copies alone have no mesh; choose another strategy or degree")
+        return self.mesh
+
+
+def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = None) -> Place:
+    """Spread the ranks over the axes of `config` and make the process groups of each axis.
+
+    Args:
+        config: the degrees.
+        ranks: this process's place in the run.
+        shape: of the model; what the degrees must divide is then checked too.
+
+    Raises:
+        ValueError: if the degrees do not fit the number of ranks or the model; before anything is sent.
+    Communicates: on several ranks, what PyTorch's groups need to find each other.
+    """
+    layout = find_layout(config, ranks.world_size)
+    if shape is not None:
+        check_shape_divides(config, shape)
+    mesh = None
+    if config.strategy not in WHOLE_WEIGHTS or config.tp * config.cp * config.pp > 1:
+        mesh = init_device_mesh(ranks.device.type, layout.sizes, mesh_dim_names=AXES)
+    return Place(layout, ranks.rank, mesh)

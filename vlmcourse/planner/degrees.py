@@ -1,0 +1,101 @@
+"""Do the degrees of a layout fit a model, and which suit a number of ranks?
+
+Enters: a `ParallelConfig` and a model's shape. Leaves: one error that lists what does not divide, or a choice with its
+reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from vlmcourse.layout import ParallelConfig, find_layout
+from vlmcourse.presets import VLMShape
+
+
+def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
+    """Refuse degrees that do not divide what they split, or leave a pipeline stage without a layer.
+
+    Raises:
+        ValueError: listing all that does not divide.
+    """
+    found = []
+    for code, message, advice in find_indivisible(shape, config.tp, config.vision_degree):
+        if code != "vision_heads":
+            found.append(f"{message}: {advice}")
+        elif config.vision_heads == "split":
+            found.append(f"{message}: {advice}, or vision_heads to 'mlp_only' or 'pad_heads'")
+    if config.cp_method == "ulysses":
+        per_rank = shape.language.num_kv_heads // config.tp
+        if per_rank % config.cp:
+            found.append(
+                f"cp={config.cp} does not divide the {per_rank} key/value heads of a rank, which ulysses deals out: "
+                "set cp_method to 'ring' or 'allgather'"
+            )
+    language_stages = config.pp - config.vision_stages
+    if language_stages > shape.language.num_layers or config.vision_stages > shape.vision.num_layers:
+        found.append(
+            f"pp={config.pp} with {config.vision_stages} vision stages, for {shape.vision.num_layers} vision and "
+            f"{shape.language.num_layers} language layers: a stage needs at least one layer; lower pp"
+        )
+    if found:
+        listed = "\n".join(f"  - {problem}" for problem in found)
+        raise ValueError(f"The model {shape.name!r} cannot be split as [parallel] says:\n{listed}")
+
+
+def find_indivisible(shape: VLMShape, tp: int, vision_tp: int) -> Iterator[tuple[str, str, str]]:
+    """Yield what a tensor-parallel degree does not divide: a code, a sentence, and what to change.
+
+    Args:
+        shape: the model.
+        tp: ranks that split each matrix of the language tower.
+        vision_tp: the same of the vision tower.
+    """
+    language, vision = shape.language, shape.vision
+    set_one = "set vision_tp=1"
+    checks = (
+        ("heads", "tp", tp, language.num_heads, "query heads", "lower tp"),
+        ("kv_heads", "tp", tp, language.num_kv_heads, "key/value heads", "lower tp"),
+        ("hidden", "tp", tp, language.hidden_size, "as the language width", "lower tp"),
+        ("mlp", "tp", tp, language.mlp_size, "as the language MLP width", "lower tp"),
+        ("vision_heads", "vision_tp", vision_tp, vision.num_heads, "vision heads", set_one),
+        ("vision_hidden", "vision_tp", vision_tp, vision.hidden_size, "as the vision width", set_one),
+        ("vision_mlp", "vision_tp", vision_tp, vision.mlp_size, "as the vision MLP width", set_one),
+    )
+    for code, name, degree, size, what, advice in checks:
+        if size % degree:
+            yield code, f"{name}={degree} does not divide {size} {what}", advice
+
+
+def resolve_auto(config: ParallelConfig, world_size: int, shape: VLMShape) -> tuple[ParallelConfig, str]:
+    """Replace the strategy auto by one that suits the number of ranks, and say why; others stay as they are.
+
+    The rule: DDP up to 4 ranks; FSDP with tensor parallelism of degree 2 for the language tower and none for the vision
+    tower up to 16; 4 pipeline stages x tensor parallelism of degree 4 x FSDP beyond. Where a degree does not divide the
+    ranks or the model, FSDP alone.
+
+    Returns:
+        The configuration, and the reason; the reason is empty where nothing was chosen.
+    """
+    if config.strategy != "auto":
+        return config, ""
+    if world_size == 1:
+        return dataclasses.replace(config, strategy="single"), "one rank: there is nothing to share"
+    if world_size <= 4:
+        reason = f"{world_size} ranks, at most 4: whole copies (ddp) communicate least"
+        return dataclasses.replace(config, strategy="ddp"), reason
+    if world_size <= 16:
+        wanted = dataclasses.replace(config, strategy="fsdp", tp=2, vision_tp=1)
+        reason = f"{world_size} ranks, at most 16: shards (fsdp), and the language tower's matrices split by tp = 2"
+    else:
+        wanted = dataclasses.replace(config, strategy="fsdp", tp=4, pp=4, vision_heads="mlp_only")
+        reason = (
+            f"{world_size} ranks, more than 16: pp = 4 stages, matrices split by tp = 4, shards (fsdp) over the rest"
+        )
+    try:
+        find_layout(wanted, world_size)
+        check_shape_divides(wanted, shape)
+    except ValueError as error:
+        problem = str(error).splitlines()[-1].strip(" -")
+        return dataclasses.replace(config, strategy="fsdp"), f"{reason}; but {problem}: shards (fsdp) alone instead"
+    return wanted, reason

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from parity import Recording, awkward_samples
 from torch import Tensor
+from torch.nn import functional
 
 from vlmcourse.config import OptimizerConfig
 from vlmcourse.data.collate import Collator
@@ -28,6 +30,7 @@ from vlmcourse.train.precision import autocast
 torch.set_num_threads(1)
 NUM_STEPS = 3
 BATCH_SIZE = 4
+NUM_POSITIONS = 56
 WEIGHT_SEED = 100
 MAX_GRAD_NORM = 0.5
 OPTIMIZER = OptimizerConfig(
@@ -57,27 +60,24 @@ CASES = {
     "split, whole sequence": Case({"sequence_parallel": False}),
     "split, norms of queries and keys": Case(vision={**QK_NORM, "qkv_bias": False}),
     "split, norms of queries and keys with bias": Case(vision=QK_NORM, plan={"sequence_parallel": False}),
-    "mlp_only, 3 heads": Case({"vision": "mlp_only"}, {"num_heads": 3}),
-    "mlp_only, 3 heads, norms": Case({"vision": "mlp_only", "sequence_parallel": False}, {"num_heads": 3, **QK_NORM}),
+    "mlp_only, 3 heads": Case({"vision": "mlp_only", "sequence_parallel": False}, {"num_heads": 3, **QK_NORM}),
     "pad_heads, 3 heads": Case({"vision": "pad_heads"}, {"num_heads": 3}),
     "pad_heads, 3 heads, norms": Case({"vision": "pad_heads"}, {"num_heads": 3, **QK_NORM}),
     "replicate, 3 heads": Case({"vision": "replicate"}, {"num_heads": 3, "mlp_size": 31}),
-    "replicate, whole sequence": Case({"vision": "replicate", "sequence_parallel": False}, QK_NORM),
     "tied embeddings": Case(language={"tied_embeddings": True, "qkv_bias": True}),
-    "tied embeddings, whole sequence": Case({"sequence_parallel": False}, language={"tied_embeddings": True}),
-    "padded vocabulary": Case(language={"vocab_size": 257}),
     "padded vocabulary, tied": Case(language={"vocab_size": 257, "tied_embeddings": True}),
     "vision frozen": Case(freeze=("vision",)),
     "language frozen": Case(vision=QK_NORM, freeze=("language",)),
     "a part of the sequence": Case(part=slice(0, 40)),
-    "bf16": Case(precision="bf16"),
+    # Without key biases, whose gradients are nothing but roundings: see `parity.KEY_BIAS`.
+    "bf16": Case(vision={"qkv_bias": False}, precision="bf16"),
 }
 
 
 def case_shape(case: Case) -> VLMShape:
     """Return the shape of a case: 4 heads in the language tower, 2 key/value heads, 2 vision heads."""
     tiny = MODELS["tiny"]
-    vision = {"num_layers": 2, "hidden_size": 24, "num_heads": 2, "mlp_size": 32} | case.vision
+    vision = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "mlp_size": 32} | case.vision
     language = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 48} | case.language
     return dataclasses.replace(
         tiny,
@@ -112,13 +112,20 @@ def samples_in_use() -> list[Sample]:
     return samples
 
 
-def load_batches(shape: VLMShape, num_steps: int = NUM_STEPS) -> list[Batch]:
-    """Return the batch of each step; the last holds text alone."""
+@cache
+def load_batches() -> list[Batch]:
+    """Return the batch of each step, the same for all cases; the second holds text alone."""
     samples = samples_in_use()
-    collate = Collator(load_tokenizer("builtin"), shape, max_seq_len=512)
-    batches = [collate(samples[i * BATCH_SIZE : (i + 1) * BATCH_SIZE]) for i in range(num_steps - 1)]
-    batches.append(collate([sample for sample in samples if not sample.images][:BATCH_SIZE]))
+    collate = Collator(load_tokenizer("builtin"), MODELS["tiny"], max_seq_len=512)
+    texts = [sample for sample in samples if not sample.images]
+    batches = [collate(part) for part in (samples[:BATCH_SIZE], texts[:BATCH_SIZE], samples[4 : 4 + BATCH_SIZE])]
     for batch in batches:
+        # DTensor works out afresh how to split an operation for each new size, which takes longer than all the
+        # arithmetic here: one length for all.
+        missing = NUM_POSITIONS - batch.input_ids_BS.shape[1]
+        batch.input_ids_BS = functional.pad(batch.input_ids_BS, (0, missing))
+        batch.labels_BS = functional.pad(batch.labels_BS, (0, missing), value=IGNORE_LABEL)
+        batch.attention_mask_BS = functional.pad(batch.attention_mask_BS, (0, missing), value=False)
         for row, sample_id in enumerate(batch.sample_ids):
             if sample_id.startswith("mute"):
                 batch.labels_BS[row] = IGNORE_LABEL
@@ -146,7 +153,7 @@ def train(
     """
     recording = Recording()
     optimizer = build_optimizer(model, OPTIMIZER)
-    for batch in load_batches(model.shape, num_steps):
+    for batch in load_batches()[:num_steps]:
         optimizer.zero_grad()
         labels_BS = batch.labels_BS if case.part is None else batch.labels_BS[:, case.part]
         num_supervised = int((labels_BS != IGNORE_LABEL).sum())

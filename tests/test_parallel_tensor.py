@@ -23,10 +23,8 @@ from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.tensor import tensor_problems
 from vlmcourse.presets import get_model
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
-REFUSED_BUGS = {
-    "MLP not split": "16 parameters are not split as planned, the first: vision.blocks.0.mlp.up_proj.weight"
-}
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+REFUSED_BUGS = {"MLP not split": "7 parameters are not split as planned, the first: vision.blocks.0.mlp.up_proj.weight"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def start(folder: Path, nproc: int) -> list[dict[str, Any]]:
-    run_worker("tensor_worker.py", str(folder), nproc=nproc, timeout_s=100)
+    run_worker("tensor_worker.py", str(folder), nproc=nproc, timeout_s=200)
     return [load(folder / f"rank{rank}.pt") for rank in range(nproc)]
 
 
@@ -94,11 +92,11 @@ def test_a_planted_bug_is_caught(two: list[dict[str, Any]], bug: str) -> None:
 
 
 def test_the_data_was_awkward_enough() -> None:
-    batches = load_batches(case_shape(CASES["split"]))
+    batches = load_batches()
     tiles = [batch.tiles_per_sample for batch in batches]
-    assert any(2 in of_batch and 0 in of_batch for of_batch in tiles) and sum(tiles[-1]) == 0
+    assert any(2 in of_batch and 0 in of_batch for of_batch in tiles) and sum(tiles[1]) == 0
     supervised = {int((row != IGNORE_LABEL).sum()) for batch in batches for row in batch.labels_BS}
-    assert 0 in supervised and len(supervised) > 4
+    assert 0 in supervised and len(supervised) > 4, supervised
     assert all(norm > MAX_GRAD_NORM for norm in plain("split").grad_norms), "clipping was not active"
 
 
@@ -112,7 +110,7 @@ def test_padding_stays_zero_through_updates_with_weight_decay(
     names = {name for found in padded for name in found}
     assert {"language.embedding.weight", "language.lm_head.weight"} < names
     for layer in ("q_proj.weight", "v_proj.bias", "out_proj.weight", "k_norm.weight"):
-        assert f"vision.blocks.1.attention.{layer}" in names
+        assert f"vision.blocks.0.attention.{layer}" in names
     for found in padded:
         assert all(sizes == (0.0, 0.0) for sizes in found.values()), found
 
@@ -152,9 +150,9 @@ def test_collectives_of_a_step_are_those_of_the_formula(two: list[dict[str, Any]
         counts = seen["collectives"]["split"]
         # A gather begins and a scatter ends each branch, and the other way round backward; the head gathers too, the
         # cut before the first block gathers backward, and the gradient of each norm's weight is summed.
-        assert counts["all_gather_into_tensor"] == 4 * L + 2
-        assert counts["reduce_scatter_tensor"] == 4 * L + 1
-        assert counts["all_reduce"] == common + 2 * L + 1
+        assert counts["allgatherintotensor"] == 4 * L + 2
+        assert counts["reducescattertensor"] == 4 * L + 1
+        assert counts["allreduce"] == common + 2 * L + 1 and len(counts) == 3
         assert sum(seen["collectives"]["split, whole sequence"].values()) == common + 4 * L + 1
 
 

@@ -109,7 +109,7 @@ def tensor_problems(shape: VLMShape, tp_degree: int, vision: str) -> list[str]:
     if vision != "replicate":
         numbers["channels of the vision MLP"] = shape.vision.mlp_size
     problems = [
-        f"tp={tp_degree} does not divide {number} {what}: use a smaller tp, for example a divisor of {number}"
+        f"tp={tp_degree} does not divide {number} {what}: choose tp among the divisors of {number}"
         for what, number in numbers.items()
         if number % tp_degree
     ]
@@ -210,12 +210,12 @@ def check_tensor(model: VLM, vision: VisionPlan = "split") -> None:
         for own, parameter in module.named_parameters(recurse=False):
             planned = planned_placement(role, own)
             if not isinstance(parameter, DTensor):
-                wrong.append(f"{name}.{own} is a plain tensor instead of {planned}")
+                wrong.append(f"{name}.{own} is a plain tensor instead of {_say(planned)}")
                 continue
             # FSDP2 puts its axes before `tp`, which is the last.
             mesh, placements = parameter.device_mesh, parameter.placements
             if placements[-1] != planned:
-                wrong.append(f"{name}.{own} is {placements[-1]} instead of {planned}")
+                wrong.append(f"{name}.{own} is {_say(placements[-1])} instead of {_say(planned)}")
             copies = [mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]
             num_expected += parameter.numel() * math.prod(copies)
             num_stored += local_part(parameter).numel()
@@ -257,7 +257,7 @@ def describe_tensor_plan(model: VLM) -> dict[str, ParameterSplit]:
     for name, parameter in model.named_parameters():
         placement = parameter.placements[-1] if isinstance(parameter, DTensor) else Replicate()
         described[name] = ParameterSplit(
-            f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate",
+            _say(placement),
             tuple(sizes[name]),
             tuple(parameter.shape),
             tuple(local_part(parameter).shape),
@@ -280,3 +280,7 @@ def gather_plain_state(model: VLM, *, gradients: bool = False) -> dict[str, Tens
         if tensor is not None:
             state[name] = cut_to(gather_full(tensor), sizes[name])
     return state
+
+
+def _say(placement: Placement) -> str:
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else type(placement).__name__

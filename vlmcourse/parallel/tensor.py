@@ -1,0 +1,286 @@
+"""Tensor parallelism of a vision-language model: a different plan for the vision tower and for the language tower.
+
+Enters: a plain `VLM` (or a pipeline stage of one) and the one-axis `tp` mesh. Leaves: the same object, every parameter
+a `DTensor` on that mesh: layers that begin a branch are split by columns (`q_proj`, `up_proj`: Shard(0) of the weight),
+layers that end it by rows (`out_proj`, `down_proj`: Shard(1)), the vocabulary by rows, norms and the rest whole. Each
+branch needs one exchange at its end forward and one at its beginning backward. All ranks of the axis work on the same
+batch. Chapter 1.
+
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053); torch.distributed.tensor.parallel documentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from vlmcourse.models.vlm import VLM
+from vlmcourse.parallel.comm import gather_full, local_part
+from vlmcourse.parallel.padding import cut_to, pad_vision_heads, pad_vocabulary, plain_sizes
+from vlmcourse.parallel.tensor_styles import (
+    Branch,
+    Replicated,
+    SequenceLayout,
+    SplitSequence,
+    WholeWidthNorm,
+    check_sequence,
+)
+from vlmcourse.parallel.vocabulary import split_predict
+from vlmcourse.presets import VLMShape
+
+VisionPlan = Literal["split", "pad_heads", "mlp_only", "replicate"]
+VISION_PLANS: tuple[VisionPlan, ...] = ("split", "pad_heads", "mlp_only", "replicate")
+Role = Literal["column", "row", "vocabulary", "wide norm", "norm", "whole"]
+ROLE_OF_LAYER: dict[str, Role] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column"),
+    **dict.fromkeys(("out_proj", "down_proj"), "row"),
+    **dict.fromkeys(("q_norm", "k_norm"), "wide norm"),
+    **dict.fromkeys(("embedding", "lm_head"), "vocabulary"),
+}
+
+
+def apply_tensor(model: VLM, mesh: DeviceMesh, *, vision: VisionPlan = "split", sequence_parallel: bool = True) -> VLM:
+    """Split every layer of a model over the ranks of one mesh axis.
+
+    Args:
+        model: plain, on its device, towers already frozen where wanted; may lack parts (a pipeline stage). Weights may
+            differ between the ranks of the axis, those of its rank 0 win.
+        mesh: one axis, `tp`; with one rank the model is returned as it is.
+        vision: what the vision tower does. "split": attention by heads, which `tp` must divide, and the MLP.
+            "pad_heads": the same after heads of zeros were added until `tp` divides. "mlp_only": attention whole on
+            every rank, MLP split. "replicate": the whole tower on every rank. The projector is split in every case.
+        sequence_parallel: between the branches of language blocks, each rank holds its own 1 / tp of the positions, so
+            norms and residuals cost 1 / tp of the memory. Every sequence must then be a multiple of tp.
+
+    Returns:
+        `model`, changed in place. In training it returns logits as a `DTensor` split along the vocabulary, which
+        `train.loss` takes; where `tp` does not divide the vocabulary, rows of zeros were added whose logits are -inf.
+        With a cache or `last_only` it returns whole, plain logits.
+
+    Raises:
+        ValueError: naming every number that `tp` does not divide.
+        RuntimeError: if the result is not what the plan says.
+    Communicates: now, each weight from rank 0 of the axis; then per block and direction what `Branch` says.
+    """
+    tp_degree = mesh.size()
+    problems = tensor_problems(model.shape, tp_degree, vision)
+    if problems:
+        raise ValueError("; ".join(problems))
+    if tp_degree == 1:
+        return model
+    if vision == "pad_heads":
+        pad_vision_heads(model, tp_degree)
+    pad_vocabulary(model, tp_degree)
+    layout = SequenceLayout(sequence_parallel)
+    parallelize_module(model, mesh, plan_styles(model, vision, layout))
+    if getattr(model, "language", None) is not None:
+        split_predict(model.language, mesh, layout)
+    _check_sequences_first(model, tp_degree, layout)
+    check_tensor(model, vision)
+    return model
+
+
+def tensor_problems(shape: VLMShape, tp_degree: int, vision: str) -> list[str]:
+    """Return what keeps a model from being split over `tp_degree` ranks, in words; nothing if it can be.
+
+    Args:
+        shape: of the model.
+        tp_degree: ranks of the `tp` axis.
+        vision: one of `VISION_PLANS`.
+    """
+    if vision not in VISION_PLANS:
+        return [f"vision = {vision!r}: choose one of {', '.join(map(repr, VISION_PLANS))}"]
+    numbers = {
+        "language heads": shape.language.num_heads,
+        "language key/value heads": shape.language.num_kv_heads,
+        "channels of the language MLP": shape.language.mlp_size,
+        "channels of the projector": shape.language.hidden_size,
+    }
+    if vision != "replicate":
+        numbers["channels of the vision MLP"] = shape.vision.mlp_size
+    problems = [
+        f"tp={tp_degree} does not divide {number} {what}: choose tp among the divisors of {number}"
+        for what, number in numbers.items()
+        if number % tp_degree
+    ]
+    num_heads = shape.vision.num_heads
+    if vision == "split" and num_heads % tp_degree:
+        num_added = -num_heads % tp_degree
+        problems.append(
+            f"tp={tp_degree} does not divide {num_heads} vision heads: set vision_tp=1 ('replicate', the whole vision "
+            f"tower on every rank), 'mlp_only' (attention on every rank, MLP split) or 'pad_heads' (add {num_added} of "
+            "zeros)"
+        )
+    return problems
+
+
+def roles(model: nn.Module, vision: VisionPlan) -> Iterator[tuple[str, nn.Module, Role]]:
+    """Yield every module that holds parameters of its own: name, module, and how a plan treats it."""
+    for name, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        tower, layer = name.partition(".")[0], name.rpartition(".")[2]
+        role = ROLE_OF_LAYER.get(layer, "norm" if tower == "language" else "whole")
+        if tower == "vision" and (vision == "replicate" or (vision == "mlp_only" and ".attention." in name)):
+            role = "whole"
+        yield name, module, role
+
+
+def plan_styles(model: VLM, vision: VisionPlan, layout: SequenceLayout) -> dict[str, ParallelStyle]:
+    """Return the plan for `parallelize_module`: name of a module -> how it is split.
+
+    Args:
+        model: plain, padded.
+        vision: the plan of its vision tower.
+        layout: of the language tower's sequence.
+    """
+    whole = SequenceLayout(sequence_parallel=False)
+    plan: dict[str, ParallelStyle] = {}
+    for name, module, role in roles(model, vision):
+        parent = name.rpartition(".")[0]
+        in_branch = parent.endswith((".attention", ".mlp"))
+        if role == "row" and in_branch:
+            plan[parent] = Branch(layout if parent.startswith("language.") else whole)
+        plan[name] = _style(role, module, layout, model.shape.vision.hidden_size, in_branch)
+    if "language.blocks.0.norm1" in plan:  # a later pipeline stage gets its part from the stage before
+        plan["language.blocks.0"] = SplitSequence(layout)
+    return plan
+
+
+def _style(role: Role, module: nn.Module, layout: SequenceLayout, vision_width: int, in_branch: bool) -> ParallelStyle:
+    if role == "column":
+        return ColwiseParallel()
+    if role == "row":
+        # The branch around it knows what becomes of the ranks' partial sums; the projector is no branch.
+        return RowwiseParallel(output_layouts=Partial(), use_local_output=False) if in_branch else RowwiseParallel()
+    if role == "vocabulary":
+        if isinstance(module, nn.Embedding):
+            return RowwiseParallel(input_layouts=Replicate())
+        return ColwiseParallel(use_local_output=False)
+    if role == "wide norm":
+        return WholeWidthNorm(vision_width)
+    return Replicated(layout if role == "norm" else None)
+
+
+def _check_sequences_first(model: VLM, tp_degree: int, layout: SequenceLayout) -> None:
+    """Let the model refuse a sequence that cannot be split before anything is computed or sent."""
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        generates = kwargs.get("kv_cache") is not None or kwargs.get("last_only", False)
+        ids_BS = args[0] if args else kwargs.get("input_ids_BS")
+        if layout.is_split and not generates and isinstance(ids_BS, Tensor):
+            check_sequence(ids_BS.shape[1], tp_degree)
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def planned_placement(role: Role, parameter: str) -> Placement:
+    """Return how a parameter lies on the `tp` axis: `parameter` is its name in its module, weight or bias."""
+    if role == "row":
+        return Shard(1) if parameter == "weight" else Replicate()
+    return Replicate() if role in ("norm", "whole") else Shard(0)
+
+
+def check_tensor(model: VLM, vision: VisionPlan = "split") -> None:
+    """Refuse a model that is not split as its plan says; also under FSDP2.
+
+    Args:
+        model: from `apply_tensor`.
+        vision: the plan it was given.
+
+    Raises:
+        RuntimeError: naming the first parameter that is not split as planned, or the numbers of stored elements if
+            they do not add up over the ranks.
+    Communicates: an all-reduce of 8 bytes over each axis that the model is on.
+    """
+    wrong: list[str] = []
+    num_expected = num_stored = 0
+    mesh: DeviceMesh | None = None
+    for name, module, role in roles(model, vision):
+        for own, parameter in module.named_parameters(recurse=False):
+            planned = planned_placement(role, own)
+            if not isinstance(parameter, DTensor):
+                wrong.append(f"{name}.{own} is a plain tensor instead of {_say(planned)}")
+                continue
+            # FSDP2 puts its axes before `tp`, which is the last.
+            mesh, placements = parameter.device_mesh, parameter.placements
+            if placements[-1] != planned:
+                wrong.append(f"{name}.{own} is {_say(placements[-1])} instead of {_say(planned)}")
+            copies = [mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]
+            num_expected += parameter.numel() * math.prod(copies)
+            num_stored += local_part(parameter).numel()
+    where = f"rank {dist.get_rank()}: tensor parallelism with vision={vision!r}"
+    if wrong or mesh is None:
+        found = f"{len(wrong)} parameters are not split as planned, the first: {wrong[0]}" if wrong else "no parameters"
+        raise RuntimeError(f"{where}: {found}; use the model that apply_tensor returned with this plan")
+    total = torch.tensor(num_stored, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(axis))
+    if int(total) != num_expected:
+        raise RuntimeError(
+            f"{where}: {mesh.size()} ranks store {int(total)} elements instead of {num_expected}: every split element "
+            "must be on one rank and every whole one on all"
+        )
+
+
+@dataclass(frozen=True)
+class ParameterSplit:
+    """How one parameter lies on the ranks."""
+
+    placement: str
+    """On the `tp` axis: Shard(0), Shard(1) or Replicate."""
+    plain_size: tuple[int, ...]
+    """In the plain model."""
+    padded_size: tuple[int, ...]
+    """On all ranks together; longer than `plain_size` where zeros were added."""
+    local_size: tuple[int, ...]
+    """What this rank stores."""
+
+
+def describe_tensor_plan(model: VLM) -> dict[str, ParameterSplit]:
+    """Return how every parameter is split, read from the parameters themselves.
+
+    Args:
+        model: from `apply_tensor`, also under FSDP2 (`local_size` is then after both splits).
+    """
+    sizes, described = plain_sizes(model.shape), {}
+    for name, parameter in model.named_parameters():
+        placement = parameter.placements[-1] if isinstance(parameter, DTensor) else Replicate()
+        described[name] = ParameterSplit(
+            _say(placement),
+            tuple(sizes[name]),
+            tuple(parameter.shape),
+            tuple(local_part(parameter).shape),
+        )
+    return described
+
+
+def gather_plain_state(model: VLM, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Return whole parameters with the names and sizes of the plain model, without padding, on CPU.
+
+    Args:
+        model: from `apply_tensor`, also under FSDP2.
+        gradients: return `.grad` of the parameters that have one instead.
+
+    Communicates: an all-gather of every split tensor; every rank of the mesh must call it.
+    """
+    sizes, state = plain_sizes(model.shape), {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter
+        if tensor is not None:
+            state[name] = cut_to(gather_full(tensor), sizes[name])
+    return state
+
+
+def _say(placement: Placement) -> str:
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else type(placement).__name__

@@ -133,14 +133,18 @@ class VisionTower(nn.Module):
         Raises:
             ValueError: if the tiles do not split into patches.
         """
+        x_IPD = self.embed(pixel_values_ICHW)
+        for block in self.blocks:
+            x_IPD = block(x_IPD)
+        return x_IPD[:, 1:]
+
+    def embed(self, pixel_values_ICHW: Tensor) -> Tensor:
+        """Return what the first block takes [tiles, 1 + patches, width]: class token and patches, with positions."""
         rows, columns = self.patch_grid(pixel_values_ICHW)
         pixels = pixel_values_ICHW.to(self.patch_embedding.weight.dtype)
         patches_IPD = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
         class_I1D = self.class_token.expand(patches_IPD.shape[0], -1, -1).to(patches_IPD.dtype)
-        x_IPD = torch.cat((class_I1D, patches_IPD), dim=1) + self._positions(rows, columns)
-        for block in self.blocks:
-            x_IPD = block(x_IPD)
-        return x_IPD[:, 1:]
+        return torch.cat((class_I1D, patches_IPD), dim=1) + self._positions(rows, columns)
 
     def _positions(self, rows: int, columns: int) -> Tensor:
         """Return the position embedding [1, 1 + rows * columns, width], interpolated where the grid is another one."""

@@ -1,0 +1,89 @@
+"""What a pipeline really ran: every forward and backward of a step with its rank, micro-batch, stage and time.
+
+Enters: actions as they happen. Leaves: a list of `Action` a rank, to draw and to compute the bubble from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+
+class Action(NamedTuple):
+    """One forward or backward of one micro-batch on one stage."""
+
+    rank: int
+    """In the pipeline, 0 .. pp - 1."""
+    kind: str
+    """F forward, B backward; where backward is split, I is its part for activations and W that for weights."""
+    microbatch: int
+    stage: int
+    start_s: float
+    """Seconds since all ranks began the step together."""
+    end_s: float
+
+    @staticmethod
+    def now(device: torch.device) -> float:
+        """Return seconds of a steady clock when all work given to `device` is done."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+
+OnAction = Callable[[str, int, int, Callable[[], Any]], Any]
+"""Kind, micro-batch, stage and what to run; runs it and returns its result."""
+
+
+class TimedStage(PipelineStage):
+    """A stage of torch's pipelines that tells when it computes; waiting for messages is not part of an action."""
+
+    def __init__(self, *args: Any, on_action: OnAction, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_action = on_action
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward."""
+        run = super().forward_one_chunk
+        return self._on_action("F", fwd_chunk_id, self.stage_index, lambda: run(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run a whole backward, or its part for activations."""
+        run = super().backward_one_chunk
+        kind = "B" if full_backward else "I"
+        self._on_action(
+            kind, bwd_chunk_id, self.stage_index, lambda: run(bwd_chunk_id, loss, full_backward, last_backward)
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the part of a backward for weights."""
+        run = super().backward_weight_one_chunk
+        self._on_action("W", bwd_chunk_id, self.stage_index, lambda: run(bwd_chunk_id, last_backward))
+
+
+def gather_actions(actions: Sequence[Action], group: dist.ProcessGroup) -> list[list[Action]]:
+    """Return the actions of all ranks of a group, rank by rank.
+
+    Communicates: one all-gather of objects over the group.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, list(actions), group=group)
+    return everyone
+
+
+def bubble_fraction(ranks: Sequence[Sequence[Action]]) -> float:
+    """Return the share of the ranks' time from the first action of any to the last that they spent without action.
+
+    Args:
+        ranks: the actions of each rank in one step.
+    """
+    start = min(action.start_s for actions in ranks for action in actions)
+    end = max(action.end_s for actions in ranks for action in actions)
+    busy = sum(action.end_s - action.start_s for actions in ranks for action in actions)
+    return 1 - busy / (len(ranks) * (end - start))

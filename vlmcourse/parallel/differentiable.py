@@ -1,0 +1,74 @@
+"""Two collectives that a gradient passes through: all-gather and all-to-all.
+
+Enters: one tensor of each rank of a group. Leaves: tensors of all of them, connected to the autograd graph. Each rank
+then computes its own part of the loss from them, so a gradient arrives on every rank, and a tensor's gradient is the
+sum over the ranks it was sent to: the backward of an all-gather is a reduce-scatter, that of an all-to-all is an
+all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = part.new_empty((group.size(), *part.shape))
+        dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad_part = grads[0].new_empty(grads[0].shape[1:])
+        dist.reduce_scatter_tensor(grad_part, grads[0].contiguous(), group=ctx.group)
+        return grad_part, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad_parts = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
+        dist.all_to_all_single(grad_parts, grads[0].contiguous(), group=ctx.group)
+        return grad_parts, None
+
+
+def gather_from_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks.
+
+    Args:
+        part: any shape, the same on every rank.
+        group: N ranks.
+
+    Returns:
+        [N, *part's shape], by rank, equal on all ranks.
+    Communicates: an all-gather over `group`, (N - 1) x the bytes of `part` sent by each rank; in backward a
+        reduce-scatter of as many, which sums the gradients of all ranks.
+    """
+    return _Gather.apply(part, group)  # type: ignore[return-value]
+
+
+def exchange_with_ranks(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send each rank its own part, and return what all ranks sent here.
+
+    Args:
+        parts: [N, ...]; `parts[r]` goes to rank r.
+        group: N ranks.
+
+    Returns:
+        The same shape; entry r came from rank r.
+    Communicates: an all-to-all over `group`, (N - 1) / N x the bytes of `parts` sent by each rank; as many in backward.
+    """
+    return _Exchange.apply(parts, group)  # type: ignore[return-value]

@@ -38,8 +38,36 @@ COMBINATIONS: dict[str, Combination] = {
     "zero2": Combination(2, {"strategy": "zero2"}),
     "zero2, accumulation, prefetch": Combination(2, {"strategy": "zero2", "prefetch": 2}, 2),
     "fsdp, prefetch": Combination(2, {"strategy": "fsdp", "prefetch": 1}),
+    "tp": Combination(2, {"tp": 2}, heads=2),
+    "tp, odd heads padded, tied": Combination(2, {"tp": 2, "vision_heads": "pad_heads"}, heads=3, tied=True),
+    "tp, odd heads whole, frozen vision": Combination(
+        2, {"tp": 2, "vision_heads": "mlp_only"}, 2, ("vision",), heads=3
+    ),
+    "tp of language alone, whole sequences": Combination(2, {"tp": 2, "vision_tp": 1, "sequence_parallel": False}),
+    "cp by ring, ddp": Combination(2, {"strategy": "ddp", "cp": 2}, 2),
+    "cp by all-gather, fsdp": Combination(2, {"strategy": "fsdp", "cp": 2, "cp_method": "allgather"}),
+    "cp by ulysses, zero1": Combination(2, {"strategy": "zero1", "cp": 2, "cp_method": "ulysses"}),
+    "pp, 1f1b": Combination(2, {"pp": 2}, 4),
+    "pp, gpipe, vision apart, tied": Combination(
+        2, {"pp": 2, "pp_schedule": "gpipe", "vision_stages": 1}, 2, tied=True
+    ),
+    "pp, interleaved, frozen vision": Combination(2, {"pp": 2, "pp_schedule": "interleaved"}, 4, ("vision",)),
+    "pp, zbv": Combination(2, {"pp": 2, "pp_schedule": "zbv"}, 4),
+    "pp, dualpipev": Combination(2, {"pp": 2, "pp_schedule": "dualpipev"}, 4),
     "hsdp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2}, 2),
     "zero1 on 4": Combination(4, {"strategy": "zero1"}, 2),
+    "fsdp x tp": Combination(4, {"strategy": "fsdp", "tp": 2}, 2),
+    "zero2 x tp, language alone": Combination(4, {"strategy": "zero2", "tp": 2, "vision_tp": 1}),
+    "hsdp x cp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2, "cp": 2}),
+    "ddp x cp": Combination(4, {"strategy": "ddp", "cp": 2}, 2),
+    "fsdp over cp x tp": Combination(4, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
+    "pp x fsdp, 1f1b": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
+    "pp x zero2, zbv": Combination(4, {"strategy": "zero2", "pp": 2, "pp_schedule": "zbv"}, 2),
+    "pp x tp": Combination(4, {"pp": 2, "tp": 2}, 4),
+    "pp x fsdp over cp": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4),
+    "pp x fsdp x tp": Combination(8, {"strategy": "fsdp", "pp": 2, "tp": 2}, 2),
+    "pp x fsdp over cp x tp": Combination(8, {"strategy": "fsdp", "pp": 2, "cp": 2, "tp": 2}, 4),
+    "fsdp x cp x tp": Combination(8, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
 }
 
 

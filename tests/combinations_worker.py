@@ -1,6 +1,6 @@
 """Trains every combination of `combinations.py` that needs as many ranks as this is started on.
 
-Usage: combinations_worker.py FOLDER. Each rank writes its recordings to FOLDER/rank<r>.pt.
+Usage: combinations_worker.py FOLDER [PART OF A NAME]. Each rank writes its recordings to FOLDER/rank<r>.pt.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from parity import Recording
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, part: str = "") -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Recording | str] = {}
     for name, combination in COMBINATIONS.items():
-        if combination.world_size == ranks.world_size:
+        if combination.world_size == ranks.world_size and part in name:
             try:
                 found[name] = run(combination, ranks, WEIGHT_SEED + ranks.rank)  # every rank another seed
             except ValueError:
@@ -30,4 +30,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

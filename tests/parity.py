@@ -20,8 +20,7 @@ from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import IGNORE_LABEL, Batch, Message, Sample
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import TokenCount
-from vlmcourse.parallel.apply import unwrap
-from vlmcourse.parallel.comm import gather_full
+from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import MODELS, VLMShape
 from vlmcourse.train.trainer import Trainer
@@ -146,8 +145,7 @@ def record(trainer: Trainer, num_steps: int | None = None) -> Recording:
     recording = Recording()
 
     def keep_gradients(trainer: Trainer) -> None:
-        named = unwrap(trainer.model).named_parameters()
-        recording.gradients.append({name: gather_full(p.grad) for name, p in named if p.grad is not None})
+        recording.gradients.append(gather_plain_state(trainer.model, trainer.shape, gradients=True))
         recording.draws.append(torch.rand(()).item())
 
     trainer.before_update.append(keep_gradients)
@@ -167,7 +165,7 @@ def record(trainer: Trainer, num_steps: int | None = None) -> Recording:
         recording.losses.append(report.loss)
         recording.grad_norms.append(report.grad_norm)
         recording.reported_tokens.append(report.tokens)
-    recording.weights = {name: gather_full(p) for name, p in unwrap(trainer.model).named_parameters()}
+    recording.weights = gather_plain_state(trainer.model, trainer.shape)
     return recording
 
 

@@ -68,6 +68,11 @@ class ParallelConfig:
     removing an old checkpoint of a large model, or where ranks finish an evaluation far apart."""
 
     @property
+    def vision_plan(self) -> str:
+        """What becomes of the vision tower under tensor parallelism: replicate, or one of `VISION_HEADS`."""
+        return "replicate" if self.vision_degree == 1 else self.vision_heads
+
+    @property
     def vision_degree(self) -> int:
         """Ranks that split a matrix of the vision tower."""
         return self.vision_tp or self.tp

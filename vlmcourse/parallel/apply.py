@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
 from vlmcourse.layout import SHARDED, Layout, find_layout
+from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
+from vlmcourse.parallel.context import apply_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
-from vlmcourse.parallel.fsdp import apply_fsdp, find_units
+from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, find_units
 from vlmcourse.parallel.mesh import Place, find_place
+from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.stages import LossSum, VLMStage
+from vlmcourse.parallel.tensor import apply_tensor
 
 
-def apply_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place | None = None) -> nn.Module:
+def apply_strategy(
+    model: nn.Module,
+    config: ParallelConfig,
+    ranks: Ranks,
+    place: Place | None = None,
+    loss_sum: LossSum | None = None,
+) -> nn.Module:
     """Distribute `model` over the ranks as `config` says, and check that it happened.
 
     Args:
@@ -37,9 +49,11 @@ def apply_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
         config: strategy and degrees; not auto any more.
         ranks: this process's place.
         place: what `find_place` returned for the same arguments, where that has been called already.
+        loss_sum: makes the sum of token losses of logits and labels; a pipeline needs it.
 
     Returns:
-        The model, changed in place; under ddp and zero1 in `DistributedDataParallel`.
+        The model, changed in place; under ddp and zero1 in `DistributedDataParallel`. A pipeline of stages of it is a
+        `PipelinedModel`.
 
     Raises:
         ValueError: if the strategy cannot use this number of ranks.
@@ -47,18 +61,70 @@ def apply_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
     place = place or find_place(config, ranks)
-    wrapped = model
-    if config.strategy in ("ddp", "zero1"):
-        wrapped = apply_ddp(model.to(ranks.device), ranks)
-    elif config.strategy in SHARDED:
-        keeps = config.strategy == "zero2"
-        apply_fsdp(
-            model, ranks, mesh=place.shard_mesh(), reshard_after_forward=not keeps, prefetch=config.prefetch
-        )  # moves to the device block by block, as it shards
+    if config.pp > 1:
+        if loss_sum is None:
+            raise ValueError(f"pp={config.pp}: the last stage of a pipeline needs loss_sum, such as token_loss_sum")
+        broadcast_weights(model)
+        loss_of_part = _loss_of_part(loss_sum, config, place)
+        wrap = partial(_distribute, config=config, ranks=ranks, place=place)
+        wrapped: nn.Module = apply_pipeline(as_vlm(model), config, place, ranks.device, loss_of_part, wrap)
     else:
-        wrapped = model.to(ranks.device)
+        wrapped = _distribute(model, config, ranks, place)
     check_strategy(wrapped, config, ranks, place)
     return wrapped
+
+
+def _distribute(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place) -> nn.Module:
+    """Apply what concerns a whole model or a stage of one: tensor parallelism first, data parallelism around it all."""
+    are_equal = config.pp > 1
+    if config.tp > 1:
+        if not are_equal:
+            broadcast_weights(model)
+        are_equal = True
+        apply_tensor(
+            as_vlm(model.to(ranks.device)),
+            place.axis("tp"),
+            vision=config.vision_plan,
+            sequence_parallel=config.sequence_parallel,
+        )
+        if isinstance(model, VLMStage) and config.sequence_parallel:
+            model.sequence_parts = config.tp
+    if config.cp > 1:
+        apply_context(as_vlm(model), place.group("cp"), config.cp_method)
+    if config.strategy in ("ddp", "zero1"):
+        return apply_ddp(model.to(ranks.device), ranks)
+    if config.strategy in SHARDED:  # moves to the device block by block, as it shards
+        return apply_fsdp(
+            model,
+            ranks,
+            mesh=place.shard_mesh(),
+            reshard_after_forward=config.strategy != "zero2",
+            prefetch=config.prefetch,
+            are_equal=are_equal,
+        )
+    return model.to(ranks.device)
+
+
+def _loss_of_part(loss_sum: LossSum, config: ParallelConfig, place: Place) -> LossSum:
+    """Let a loss see the labels of this rank's positions only, where the sequence is split."""
+    if config.cp == 1:
+        return loss_sum
+    group = place.group("cp")
+    return lambda logits, labels_BS: loss_sum(logits, take_part_of_labels(labels_BS, group))
+
+
+def as_vlm(model: nn.Module) -> VLM:
+    """Refuse a model whose parts tensor, context and pipeline parallelism would not know.
+
+    Raises:
+        ValueError: if it is not a `VLM`.
+    """
+    if not isinstance(model, VLM):
+        raise ValueError(
+            f"tp, cp and pp are plans for the parts of a VLM, and this is a {type(model).__name__}: use ddp or fsdp, "
+            "or write a plan for its layers as parallel/tensor.py does"
+        )
+    return model
 
 
 def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place | None = None) -> None:
@@ -75,6 +141,14 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
         group_size = dist.get_world_size() if dist.is_initialized() else 0
         if group_size != ranks.world_size:
             raise RuntimeError(f"{where}: the process group has {group_size} ranks instead of {ranks.world_size}")
+    if isinstance(model, PipelinedModel) != (config.pp > 1):
+        raise RuntimeError(f"{where}: pp={config.pp}, but the model is a {type(model).__name__}")
+    for part in model.stages if isinstance(model, PipelinedModel) else [model]:
+        _check_part(part, config, layout, ranks, where)
+
+
+def _check_part(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:
+    """Check one model, or one stage of a pipeline."""
     is_ddp = isinstance(model, DistributedDataParallel)
     if config.strategy in ("ddp", "zero1"):
         if not is_ddp:
@@ -161,6 +235,17 @@ def fingerprint(tensor: torch.Tensor) -> int:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the plain model inside a DDP wrapper; any other model as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def plain_parts(model: nn.Module) -> list[nn.Module]:
+    """Return what this rank has of a model, in modules whose parameters have the names of the plain model."""
+    return list(model.pipeline.stages) if isinstance(model, PipelinedModel) else [unwrap(model)]
+
+
+def named_plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield this rank's parameters with their names in the plain model, under any strategy."""
+    for part in plain_parts(model):
+        yield from part.named_parameters()
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
@@ -33,6 +32,7 @@ def apply_fsdp(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
     prefetch: int = 0,
+    are_equal: bool = False,
 ) -> nn.Module:
     """Shard every parameter of `model`, one unit a transformer block and one for the rest.
 
@@ -46,6 +46,7 @@ def apply_fsdp(
             (ZeRO-3), or keep them until backward has used them (ZeRO-2: less to send, all weights in memory).
         prefetch: blocks whose weights are asked for ahead of the one that computes; 0 leaves it to PyTorch, which asks
             for one in backward and on a GPU for one in forward.
+        are_equal: whether the ranks of `mesh` have the same weights already; they are then neither sent nor made.
 
     Returns:
         `model`, changed in place: parameters are `DTensor`s sharded on dimension 0.
@@ -58,9 +59,8 @@ def apply_fsdp(
     """
     units = find_units(model)
     mesh = mesh or init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
-    is_split_already = any(isinstance(p, DTensor) for p in model.parameters())
-    whole = None if is_split_already else _take_from_meta(model, ranks)
-    if whole is None and not is_split_already:
+    whole = None if are_equal else _take_from_meta(model, ranks)
+    if whole is None and not are_equal:
         broadcast_weights(model)
     # Innermost first: a parameter belongs to the first call that sees it. The root keeps its gathered weights after
     # forward whatever is asked, because backward needs them first.

@@ -72,6 +72,8 @@ class VLMStage(VLM):
         """Makes the context of a forward pass, such as one of autocast."""
         self.dtype = model.projector.down_proj.weight.dtype
         """Of what travels between stages."""
+        self.sequence_parts = 1
+        """Ranks that hold parts of the sequence between language blocks (sequence parallelism), and pass those on."""
         self.is_first, self.is_last = stage == 0, stage == split.num_stages - 1
         self.has_fusion = stage == split.fusion_stage
         self.vision = self._cut_vision(model.vision)
@@ -203,6 +205,8 @@ class VLMStage(VLM):
             return num_tiles, 1 + num_patches, self.shape.vision.hidden_size
         if self.language.take_part is not None:
             seq_len = self.language.take_part(torch.empty(1, seq_len, device="meta"), 1).shape[1]
+        if any(self.split.language_blocks(earlier) for earlier in range(stage + 1)):
+            seq_len //= self.sequence_parts
         return batch_size, seq_len, self.shape.language.hidden_size
 
 

@@ -222,7 +222,12 @@ def _local_weights(module: nn.Module, *, summed: bool) -> Iterator[None]:
 
 def _local(weight: DTensor, summed: bool) -> Tensor:
     if not summed:
-        return weight.to_local()
+        local = weight.to_local()
+        if local.requires_grad:
+            # The gradient may be a view of another's (a sum over one tile is none), and the DTensor would keep it as it
+            # is: what scales all gradients in place, as clipping does, would scale this one twice.
+            local.register_hook(torch.clone)
+        return local
     # The redistribution moves nothing forward; backward it turns the partial gradient into the sum at once, so that
     # every `.grad` lies as its parameter does.
     return weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from vlmcourse.layout import ParallelConfig, find_layout
+from vlmcourse.layout import SHARDED, ParallelConfig, find_layout
+from vlmcourse.planner.stages import SCHEDULES, StageSplit, check_schedule, split_evenly, vision_apart
 from vlmcourse.presets import VLMShape
 
 
@@ -32,15 +33,42 @@ def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
                 f"cp={config.cp} does not divide the {per_rank} key/value heads of a rank, which ulysses deals out: "
                 "set cp_method to 'ring' or 'allgather'"
             )
-    language_stages = config.pp - config.vision_stages
-    if language_stages > shape.language.num_layers or config.vision_stages > shape.vision.num_layers:
-        found.append(
-            f"pp={config.pp} with {config.vision_stages} vision stages, for {shape.vision.num_layers} vision and "
-            f"{shape.language.num_layers} language layers: a stage needs at least one layer; lower pp"
-        )
+    if config.pp > 1:
+        try:
+            choose_split(config, shape)
+        except ValueError as error:
+            found.append(f"pp={config.pp}: {error}; lower pp")
     if found:
         listed = "\n".join(f"  - {problem}" for problem in found)
         raise ValueError(f"The model {shape.name!r} cannot be split as [parallel] says:\n{listed}")
+
+
+def choose_split(config: ParallelConfig, shape: VLMShape) -> StageSplit:
+    """Return which layers stand on which stage of a pipeline.
+
+    Raises:
+        ValueError: if there are fewer layers than stages.
+    """
+    num_stages = config.pp * SCHEDULES[config.pp_schedule].stages_per_rank
+    if config.vision_stages:
+        return vision_apart(shape, num_stages, config.vision_stages)
+    return split_evenly(shape, num_stages)
+
+
+def check_step(config: ParallelConfig, accumulation_steps: int) -> None:
+    """Refuse a number of micro-batches, or a data strategy, that a pipeline cannot use.
+
+    Raises:
+        ValueError: naming everything that is wrong.
+    """
+    if config.pp > 1:
+        check_schedule(
+            config.pp_schedule,
+            pp=config.pp,
+            num_microbatches=accumulation_steps,
+            data_strategy="fsdp" if config.strategy in SHARDED else config.strategy,
+            reshard_after_forward=config.strategy != "zero2",
+        )
 
 
 def find_indivisible(shape: VLMShape, tp: int, vision_tp: int) -> Iterator[tuple[str, str, str]]:

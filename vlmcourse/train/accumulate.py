@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from vlmcourse.layout import Layout
 from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.apply import gradient_sync, unwrap
 from vlmcourse.parallel.comm import sum_over_ranks
+from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.precision import autocast
@@ -38,7 +40,7 @@ def accumulate_gradients(
     """Run forward and backward on every micro-batch; exchange gradients once, with the last.
 
     Args:
-        model: plain, DDP or FSDP2; gradients are added to what `.grad` holds.
+        model: under any strategy; gradients are added to what `.grad` holds.
         batches: this rank's micro-batches of one optimizer step, on CPU; every rank has the same number of them. A rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
@@ -65,12 +67,12 @@ def accumulate_gradients(
     # DDP and FSDP average gradients over the ranks with samples or positions of their own, but this loss is a sum over
     # all of them divided once, by the tokens of the step: x their number turns the average back into a sum.
     loss_scale = layout.summed_degree / tokens.supervised
-    loss_sums: list[Tensor] = []
-    for i, batch in enumerate(batches):
-        with gradient_sync(model, enabled=i == len(batches) - 1):
-            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision)
-            (loss_sum * loss_scale).backward()
-        loss_sums.append(loss_sum.detach())
+    if isinstance(model, PipelinedModel):
+        context = partial(autocast, precision, ranks.device)
+        loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
+        model.pipeline.reduce_tied_gradients()
+    else:
+        loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale)
     loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / tokens.supervised  # ranks of one tp group have the same
     if not math.isfinite(loss):
         raise RuntimeError(
@@ -78,6 +80,19 @@ def accumulate_gradients(
             "lengthen optimizer.warmup_steps, or look for broken pictures in the data"
         )
     return Accumulated(loss, tokens)
+
+
+def _run_one_by_one(
+    model: nn.Module, batches: Sequence[Batch], ranks: Ranks, precision: str, loss_scale: float
+) -> list[Tensor]:
+    """Run each micro-batch through the whole model; return their loss sums."""
+    loss_sums: list[Tensor] = []
+    for i, batch in enumerate(batches):
+        with gradient_sync(model, enabled=i == len(batches) - 1):
+            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision)
+            (loss_sum * loss_scale).backward()
+        loss_sums.append(loss_sum.detach())
+    return loss_sums
 
 
 def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str) -> Tensor:

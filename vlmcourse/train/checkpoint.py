@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from vlmcourse.parallel.apply import unwrap
+from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
@@ -96,8 +96,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Learning rates and the like are not among them; they follow from the configuration and the step.
     """
     own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    plain = unwrap(model)
-    names = {parameter: name for name, parameter in plain.named_parameters()}
+    names = {parameter: name for name, parameter in named_plain_parameters(model)}
     moments: dict[str, dict[str, Tensor]] = {}
     for group in own.param_groups:
         for parameter in group["params"]:
@@ -107,7 +106,8 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             moments[names[parameter]] = dict(state)
-    return {"model": plain.state_dict(), "optimizer": moments}
+    weights = {name: tensor for part in plain_parts(model) for name, tensor in part.state_dict().items()}
+    return {"model": weights, "optimizer": moments}
 
 
 def _replace_folder(new: Path, final: Path) -> None:

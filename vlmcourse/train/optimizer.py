@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TOWERS, OptimizerConfig
-from vlmcourse.parallel.apply import unwrap
+from vlmcourse.parallel.apply import named_plain_parameters
+from vlmcourse.parallel.clipping import clip_over_stages
 from vlmcourse.parallel.data import shard_optimizer
+from vlmcourse.parallel.pipelined import PipelinedModel
 
 
 def freeze_towers(model: nn.Module, towers: Iterable[str]) -> None:
@@ -40,8 +42,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, shards_state: 
         ValueError: if nothing is trainable.
     """
     groups = []
+    named = [(name, p) for name, p in named_plain_parameters(model) if p.requires_grad]
     for tower in TOWERS:
-        trainable = [(n, p) for n, p in unwrap(model).get_submodule(tower).named_parameters() if p.requires_grad]
+        trainable = [(name, p) for name, p in named if name.startswith(f"{tower}.")]
         base_lr = getattr(config, f"lr_{tower}")
         for decay in (True, False):
             parameters = [p for name, p in trainable if is_decayed(name, p) == decay]
@@ -87,6 +90,19 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, scale: float) -> dict[s
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * scale
     return {group["tower"]: group["lr"] for group in optimizer.param_groups}
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients of a model down so that their global norm is at most `max_norm`, under any strategy.
+
+    Returns:
+        The L2 norm of the whole gradient before clipping, equal on every rank.
+    Communicates: see `clip_global_norm`; in a pipeline an all-reduce of 8 bytes over its ranks.
+    """
+    if not isinstance(model, PipelinedModel):
+        return clip_global_norm(model.parameters(), max_norm)
+    pipeline = model.pipeline
+    return clip_over_stages(pipeline.parameters(), max_norm, pipeline.group, pipeline.device, skip=pipeline.tied_copy)
 
 
 @torch.no_grad()

@@ -31,15 +31,16 @@ from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
 from vlmcourse.parallel.gather import gather_plain_model
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks
-from vlmcourse.planner.degrees import resolve_auto
+from vlmcourse.planner.degrees import check_step, resolve_auto
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
 from vlmcourse.train.folder import check_steps_left, find_checkpoint, read_meta, run_folder
+from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import (
     build_optimizer,
-    clip_global_norm,
+    clip_gradients,
     freeze_towers,
     learning_rate_scale,
     set_learning_rates,
@@ -95,6 +96,7 @@ class Trainer:
         self.parallel, reason = resolve_auto(config.parallel, self.ranks.world_size, self.shape)
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
+        check_step(self.parallel, config.train.accumulation_steps)
         self.place = find_place(self.parallel, self.ranks, self.shape)
         layout = self.place.layout
         forbid_tf32()
@@ -115,7 +117,7 @@ class Trainer:
         self.global_batch_size = config.train.micro_batch_size * config.train.accumulation_steps * layout.dp_degree
         self.sampler = GlobalBatchSampler(len(self.train_data), self.global_batch_size, config.run.seed)
         freeze_towers(plain, config.model.freeze)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place)
+        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, token_loss_sum)
         self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=self.parallel.strategy == "zero1")
         self.step = 0
         """Optimizer steps done."""
@@ -143,7 +145,7 @@ class Trainer:
 
         Returns:
             What happened, the same numbers on every rank.
-        Communicates: see `accumulate_gradients` and `clip_global_norm`.
+        Communicates: see `accumulate_gradients` and `clip_gradients`.
         """
         started_s = time.perf_counter()
         config = self.config.train
@@ -152,7 +154,7 @@ class Trainer:
         batches = self.load_step(self.step)
         self.optimizer.zero_grad(set_to_none=True)
         done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout)
-        grad_norm = clip_global_norm(self.model.parameters(), config.max_grad_norm)
+        grad_norm = clip_gradients(self.model, config.max_grad_norm)
         scale = learning_rate_scale(
             self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
         )

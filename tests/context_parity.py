@@ -27,6 +27,13 @@ from vlmcourse.train.precision import autocast
 torch.set_num_threads(1)
 METHODS = ("ring", "allgather", "ulysses")
 ORDERS = ("zigzag", "contiguous")
+MODEL_KINDS = [
+    *((cp, method, "zigzag") for cp in (2, 4) for method in METHODS),
+    (2, "ulysses", "contiguous"),
+    (4, "ring", "contiguous"),
+    (4, "allgather", "contiguous"),
+]
+"""Ranks, method and order of the whole models that are trained; attention alone is tested in all of them."""
 WEIGHT_SEED = 7
 HEADS = ((4, 4), (4, 2), (4, 1))
 """Query heads and key/value heads of the attention that is tested alone."""

@@ -20,6 +20,7 @@ from context_parity import (
     DTYPES,
     HEADS,
     METHODS,
+    MODEL_KINDS,
     ORDERS,
     SEQ,
     Run,
@@ -98,14 +99,13 @@ def attend_alone(
 
 def sum_over_group(loss: float, model: nn.Module, group: Group) -> tuple[float, dict[str, Tensor]]:
     """Add up losses and gradients, each rank having a part of both."""
-    total = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(total, group=group)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            gradients[name] = parameter.grad.clone()
-    return total.item(), gradients
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    everything = torch.cat([torch.tensor([loss]), *(gradient.flatten() for gradient in named.values())])
+    dist.all_reduce(everything, group=group)
+    parts = everything[1:].split([gradient.numel() for gradient in named.values()])
+    for gradient, part in zip(named.values(), parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+    return everything[0].item(), {name: gradient.clone() for name, gradient in named.items()}
 
 
 def gather_gradients(loss: float, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
@@ -425,7 +425,7 @@ def main(folder: Path) -> None:
             for heads in HEADS
             for precision in DTYPES
         },
-        "models": {(cp, method, order): run_model(method, order, groups[cp]) for cp, method, order in kinds},
+        "models": {kind: run_model(kind[1], kind[2], groups[kind[0]]) for kind in MODEL_KINDS},
         "bf16": {method: run_model(method, "zigzag", of_two, num_steps=2, precision="bf16") for method in METHODS},
         "recompute": {method: run_model(method, "zigzag", of_two, num_steps=1, recompute=True) for method in METHODS},
         "fsdp": run_sharded(lambda model: apply_fsdp(model, ranks), ranks.rank // 2, of_two),

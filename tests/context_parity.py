@@ -27,6 +27,13 @@ from vlmcourse.train.precision import autocast
 torch.set_num_threads(1)
 METHODS = ("ring", "allgather", "ulysses")
 ORDERS = ("zigzag", "contiguous")
+MODEL_KINDS = [
+    *((cp, method, "zigzag") for cp in (2, 4) for method in METHODS),
+    (2, "ulysses", "contiguous"),
+    (4, "ring", "contiguous"),
+    (4, "allgather", "contiguous"),
+]
+"""Ranks, method and order of the whole models that are trained; attention alone is tested in all of them."""
 WEIGHT_SEED = 7
 HEADS = ((4, 4), (4, 2), (4, 1))
 """Query heads and key/value heads of the attention that is tested alone."""
@@ -45,19 +52,14 @@ def attention_inputs(num_heads: int, num_kv_heads: int, precision: str) -> tuple
     return q, k, v, grad
 
 
-def run_attention(function: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the output of an attention, and the gradients of queries, keys and values."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
-    out = function(q, k, v)
-    out.backward(inputs[3])
-    found = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return {name: x.detach() for name, x in found.items() if x is not None}
-
-
 def reference_attention(num_heads: int, num_kv_heads: int, precision: str) -> dict[str, Tensor]:
-    """Return what plain causal attention over the whole sequence gives, computed in fp32."""
-    inputs = [x.float() for x in attention_inputs(num_heads, num_kv_heads, precision)]
-    return run_attention(lambda q, k, v: attend(q, k, v, None, True), inputs)
+    """Return output and gradients of plain causal attention over the whole sequence, computed in fp32."""
+    inputs = attention_inputs(num_heads, num_kv_heads, precision)
+    q, k, v, grad = (x.float().requires_grad_() for x in inputs)
+    out = attend(q, k, v, None, True)
+    out.backward(grad.detach())
+    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -94,7 +96,7 @@ def make_steps() -> list[list[Batch]]:
     return [[batches[0], batches[1]], [batches[2], batches[3]], [batches[1], batches[0]]]
 
 
-@dataclass
+@dataclass(repr=False)  # pytest writes out the arguments of a test that fails
 class Run:
     """Loss and gradients of every step."""
 

@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from context_parity import (
-    BATCH,
     DTYPES,
     HEADS,
     METHODS,
+    MODEL_KINDS,
     ORDERS,
     SEQ,
     Run,
@@ -29,20 +29,27 @@ from context_parity import (
     make_steps,
     reference_attention,
     relative_error,
-    run_attention,
     train,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from vlmcourse.models.cache import KVCache
+from vlmcourse.models.generate import generate
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel import attention_block, chunks, context, differentiable, gather_attention, ring, ulysses
 from vlmcourse.parallel.comm import gather_full
-from vlmcourse.parallel.context import apply_context, check_context, gather_sequence, take_part_of_labels
+from vlmcourse.parallel.context import (
+    apply_context,
+    check_context,
+    gather_sequence,
+    take_part_of_labels,
+    without_context,
+)
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.fsdp import apply_fsdp
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
@@ -60,7 +67,7 @@ class BytesSent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
             largest = max((x.numel() * x.element_size() for x in tensors), default=0)
             group = next(
                 Group.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and "Process" in str(x._type())
@@ -71,41 +78,34 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def attention_errors(method: str, order: str, group: Group, heads: tuple[int, int], precision: str) -> dict[str, float]:
-    """Return by how much output and gradients of one method are off, on this rank's positions."""
-    part = partial(chunks.take_part, dim=2, rank=group.rank(), cp=group.size(), order=order)
-    inputs = [part(x) for x in attention_inputs(*heads, precision)]
-    attend = context.ContextAttention(group, method, order)
-    found = run_attention(lambda q, k, v: attend(q, k, v, None, True), inputs)
-    expected = reference_attention(*heads, precision)
-    assert all(x.dtype == DTYPES[precision] for x in found.values())
-    return {name: relative_error(x, part(expected[name])) for name, x in found.items()}
-
-
-def attention_bytes(
+def attend_alone(
     method: str, order: str, group: Group, heads: tuple[int, int], precision: str
-) -> tuple[float, float]:
-    """Count what one attention sends in forward and in backward."""
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Return by how much output and gradients of one method are off, on this rank's positions, and the bytes sent."""
     part = partial(chunks.take_part, dim=2, rank=group.rank(), cp=group.size(), order=order)
-    q, k, v, grad = (part(x) for x in attention_inputs(*heads, precision))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    q, k, v, grad = (part(x).requires_grad_() for x in attention_inputs(*heads, precision))
+    attend = context.ContextAttention(group, method, order)
     with BytesSent() as forward:
-        out = context.METHODS[method](q, k, v, group, order)
+        out = attend(q, k, v, None, True)
     with BytesSent() as backward:
-        out.backward(grad)
-    return forward.total, backward.total
+        out.backward(grad.detach())
+    expected = reference_attention(*heads, precision)
+    errors = {}
+    for name, x in {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}.items():
+        assert x is not None and x.dtype == DTYPES[precision]
+        errors[name] = relative_error(x, part(expected[name]))
+    return errors, (forward.total, backward.total)
 
 
 def sum_over_group(loss: float, model: nn.Module, group: Group) -> tuple[float, dict[str, Tensor]]:
     """Add up losses and gradients, each rank having a part of both."""
-    total = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(total, group=group)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            gradients[name] = parameter.grad.clone()
-    return total.item(), gradients
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    everything = torch.cat([torch.tensor([loss]), *(gradient.flatten() for gradient in named.values())])
+    dist.all_reduce(everything, group=group)
+    parts = everything[1:].split([gradient.numel() for gradient in named.values()])
+    for gradient, part in zip(named.values(), parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+    return everything[0].item(), {name: gradient.clone() for name, gradient in named.items()}
 
 
 def gather_gradients(loss: float, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
@@ -116,14 +116,16 @@ def gather_gradients(loss: float, model: nn.Module) -> tuple[float, dict[str, Te
     return total.item() / dist.get_world_size(), {n: gather_full(g) for n, g in named.items() if g is not None}
 
 
-def run_model(method: str, order: str, group: Group, *, precision: str = "fp32", recompute: bool = False) -> Run:
+def run_model(
+    method: str, order: str, group: Group, *, num_steps: int = 3, precision: str = "fp32", recompute: bool = False
+) -> Run:
     model = apply_context(build(), group, method, order)
     if recompute:
         for block in model.language.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     return train(
         model,
-        make_steps(),
+        make_steps()[:num_steps],
         take_labels=lambda labels: take_part_of_labels(labels, group, order),
         sum_up=partial(sum_over_group, group=group),
         precision=precision,
@@ -150,6 +152,20 @@ def whole_logits(group: Group) -> tuple[Tensor, Tensor]:
     given = (batch.input_ids_BS, batch.pixel_values_ICHW, batch.attention_mask_BS)
     with torch.no_grad():
         return gather_sequence(model(*given), 1, group), plain(*given)
+
+
+def generated(group: Group) -> tuple[list[list[int]], list[list[int]], bool]:
+    """Return what a context-parallel model writes by itself, what a plain one does, and whether nothing was sent."""
+    batch = make_steps()[0][0]
+    model, plain = apply_context(build(), group), build()
+    prompt, tiles = batch.input_ids_BS[:1, :60], batch.pixel_values_ICHW[:3]
+    mask = torch.ones_like(prompt, dtype=torch.bool)
+    mask[:, 0] = False  # padding on the left
+    with without_context(model), BytesSent() as sent:
+        written = generate(model, prompt, tiles, mask, max_new_tokens=4, eos_token_id=0)
+    check_context(model, group)
+    expected = generate(plain, prompt, tiles, mask, max_new_tokens=4, eos_token_id=0)
+    return written.tolist(), expected.tolist(), sent.total == 0
 
 
 def message_of(action: Callable[[], Any]) -> str:
@@ -269,7 +285,7 @@ def own_gradient_only(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
 
 def mean_gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
     part = grads[0].new_empty(grads[0].shape[1:])
-    dist.reduce_scatter_tensor(part, grads[0].contiguous(), group=ctx.group)
+    dist.reduce_scatter_single(part, grads[0].contiguous().flatten(0, 1), group=ctx.group)
     return part / ctx.group.size(), None
 
 
@@ -325,7 +341,7 @@ ATTENTION_BUGS: dict[str, tuple[str, Plant]] = {
 def bug_in_attention(name: str, group: Group) -> dict[str, float]:
     method, plant = ATTENTION_BUGS[name]
     with plant():
-        return attention_errors(method, "zigzag", group, (4, 2), "fp32")
+        return attend_alone(method, "zigzag", group, (4, 2), "fp32")[0]
 
 
 # Planted bugs of the whole model.
@@ -404,27 +420,21 @@ def main(folder: Path) -> None:
     kinds = [(cp, method, order) for cp in groups for method in METHODS for order in ORDERS]
     found: dict[str, Any] = {
         "attention": {
-            (cp, method, order, heads, precision): attention_errors(method, order, groups[cp], heads, precision)
+            (cp, method, order, heads, precision): attend_alone(method, order, groups[cp], heads, precision)
             for cp, method, order in kinds
             for heads in HEADS
             for precision in DTYPES
         },
-        "bytes": {
-            (cp, method, order, heads, precision): attention_bytes(method, order, groups[cp], heads, precision)
-            for cp, method, order in kinds
-            for heads in HEADS
-            for precision in DTYPES
-        },
-        "models": {(cp, method, order): run_model(method, order, groups[cp]) for cp, method, order in kinds},
-        "bf16": {method: run_model(method, "zigzag", of_two, precision="bf16") for method in METHODS},
-        "recompute": {method: run_model(method, "zigzag", of_two, recompute=True) for method in METHODS},
+        "models": {kind: run_model(kind[1], kind[2], groups[kind[0]]) for kind in MODEL_KINDS},
+        "bf16": {method: run_model(method, "zigzag", of_two, num_steps=2, precision="bf16") for method in METHODS},
+        "recompute": {method: run_model(method, "zigzag", of_two, num_steps=1, recompute=True) for method in METHODS},
         "fsdp": run_sharded(lambda model: apply_fsdp(model, ranks), ranks.rank // 2, of_two),
         "ddp": run_sharded(lambda model: apply_ddp(model, ranks), ranks.rank // 2, of_two),
         "logits": {cp: whole_logits(group) for cp, group in groups.items()},
+        "generated": generated(of_four),
         "refusals": refusals(of_four, alone),
         "attention bugs": {name: bug_in_attention(name, of_four) for name in ATTENTION_BUGS},
         "model bugs": {name: bug_in_model(name, of_four) for name in MODEL_BUGS},
-        "shape": (BATCH, SEQ),
     }
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

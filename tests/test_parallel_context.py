@@ -21,6 +21,7 @@ from context_parity import (
     HEAD_WIDTH,
     HEADS,
     METHODS,
+    MODEL_KINDS,
     ORDERS,
     SEQ,
     Run,
@@ -32,7 +33,7 @@ from context_parity import (
     train,
 )
 from context_worker import ATTENTION_BUGS, MODEL_BUGS
-from parity import LOSS_TOLERANCE, check_gradient, load
+from parity import KEY_BIAS, LOSS_TOLERANCE, check_gradient, load
 from ranks import run_worker
 
 from vlmcourse.parallel import attention_block
@@ -47,6 +48,9 @@ from vlmcourse.parallel.chunks import (
 )
 from vlmcourse.planner.context_traffic import estimate_attention_traffic
 
+BF16_EXCESS = 1.25
+"""Error of a gradient over that of one process in bf16, both against fp32; measured: 1.08 at most."""
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 KINDS = [(cp, method, order) for cp in (2, 4) for method in METHODS for order in ORDERS]
 
 
@@ -54,7 +58,7 @@ KINDS = [(cp, method, order) for cp in (2, 4) for method in METHODS for order in
 def all_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks found."""
     folder: Path = tmp_path_factory.mktemp("context")
-    run_worker("context_worker.py", str(folder), nproc=4, timeout_s=110)
+    run_worker("context_worker.py", str(folder), nproc=4, timeout_s=200)
     return [load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 
@@ -63,14 +67,14 @@ def reference(precision: str = "fp32", num_steps: int = 3) -> Run:
     return train(build(), make_steps()[:num_steps], precision=precision)
 
 
-def check_run(run: Run, precision: str = "fp32") -> None:
-    """Raise AssertionError at the first loss or gradient that is not that of one process."""
-    expected = reference(precision)
+def check_run(run: Run) -> None:
+    """Raise AssertionError at the first loss or gradient that is not that of one process, in fp32."""
+    expected = reference()
     for step, (loss, gradients) in enumerate(zip(run.losses, run.gradients, strict=True)):
-        assert abs(loss - expected.losses[step]) <= LOSS_TOLERANCE[precision], (step, loss, expected.losses[step])
+        assert abs(loss - expected.losses[step]) <= LOSS_TOLERANCE["fp32"], (step, loss, expected.losses[step])
         assert gradients.keys() == expected.gradients[step].keys()
         for name, gradient in gradients.items():
-            check_gradient(f"step {step}: gradient of {name}", gradient, expected.gradients[step][name], precision)
+            check_gradient(f"step {step}: gradient of {name}", gradient, expected.gradients[step][name], "fp32")
 
 
 # Which rank holds what.
@@ -155,12 +159,12 @@ def merged_blocks(
 @pytest.mark.parametrize("kernel", ["flash_cpu", "plain"])
 def test_merged_blocks_are_one_softmax(heads: tuple[int, int], precision: str, kernel: str) -> None:
     inputs = attention_inputs(*heads, precision)
-    q, k, v, grad = (x.float().requires_grad_() for x in inputs)
+    q, k, v, grad = (x.float().clone().requires_grad_() for x in inputs)
     k4, v4 = (x.repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
     scores = q @ k4.mT / math.sqrt(HEAD_WIDTH)
     out = scores.softmax(-1) @ v4
     out.backward(grad.detach())
-    expected = {"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    expected = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     with mock.patch.object(attention_block, "choose_kernel", lambda *given: kernel):
         found, lse = merged_blocks(inputs, (5, 6, 30))
     assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-4)
@@ -209,7 +213,7 @@ def test_attention_over_ranks_is_causal_attention(
 ) -> None:
     for found in all_ranks:
         for heads in HEADS:
-            for name, error in found["attention"][cp, method, order, heads, precision].items():
+            for name, error in found["attention"][cp, method, order, heads, precision][0].items():
                 assert error < ATTENTION_TOLERANCE[precision], (heads, name, error)
 
 
@@ -236,7 +240,7 @@ def test_the_bytes_sent_are_those_of_the_formula(
                     head_width=HEAD_WIDTH,
                     element_bytes=dtype.itemsize,
                 )
-                sent = found["bytes"][cp, method, order, heads, precision]
+                sent = found["attention"][cp, method, order, heads, precision][1]
                 assert sent == (expected.forward, expected.backward)
 
 
@@ -274,7 +278,7 @@ def test_the_data_was_awkward_enough() -> None:
     assert any(not batch.attention_mask_BS.all() for batch in micro_batches)
 
 
-@pytest.mark.parametrize(("cp", "method", "order"), KINDS)
+@pytest.mark.parametrize(("cp", "method", "order"), MODEL_KINDS)
 def test_a_model_over_ranks_matches_one_process_at_every_step(
     all_ranks: list[dict[str, Any]], cp: int, method: str, order: str
 ) -> None:
@@ -284,9 +288,19 @@ def test_a_model_over_ranks_matches_one_process_at_every_step(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_in_bf16_matches_within_its_rounding(all_ranks: list[dict[str, Any]], method: str) -> None:
+def test_bf16_over_ranks_rounds_no_worse_than_in_one_process(all_ranks: list[dict[str, Any]], method: str) -> None:
+    true, alone = reference(), reference("bf16", 2)
     for found in all_ranks:
-        check_run(found["bf16"][method], "bf16")
+        run: Run = found["bf16"][method]
+        for step, loss in enumerate(run.losses):
+            assert abs(loss - true.losses[step]) < LOSS_TOLERANCE["bf16"]
+        # Rounding changes the update, so only the first step has the same weights.
+        for name, gradient in run.gradients[0].items():
+            if not name.endswith(KEY_BIAS):  # its true gradient is 0: all of it is rounding
+                error, error_alone = (
+                    float((g - true.gradients[0][name]).norm()) for g in (gradient, alone.gradients[0][name])
+                )
+                assert error <= BF16_EXCESS * error_alone, (name, error / error_alone)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -308,6 +322,12 @@ def test_gathered_logits_are_those_of_a_plain_model(all_ranks: list[dict[str, An
     for found in all_ranks:
         logits, expected = found["logits"][cp]
         assert torch.allclose(logits, expected, atol=1e-5)
+
+
+def test_a_model_generates_outside_of_its_group_and_goes_back(all_ranks: list[dict[str, Any]]) -> None:
+    for found in all_ranks:
+        written, expected, nothing_sent = found["generated"]
+        assert written == expected and nothing_sent
 
 
 @pytest.mark.parametrize("bug", MODEL_BUGS)

@@ -5,13 +5,15 @@ but runs blocks, logits and loss on this rank's positions only; attention fetche
 three methods. Tiles are shared out too: each rank encodes some, and all get the features.
 
 Every rank ends with a part of each gradient; the sum over the group is the gradient. All ranks of the group must be
-given the same batch. Padding on the right needs no mask. Not for generation: there is no cache. Chapter 1.
+given the same batch. Padding on the right needs no mask. There is no cache: `without_context` lets a model generate.
+Chapter 1.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlmcourse.models.decoder import LanguageAttention, is_right_padded
+from vlmcourse.models.decoder import LanguageAttention, attend, is_right_padded
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.chunks import check_seq_len, chunks_of_rank, sort_parts, take_part
 from vlmcourse.parallel.comm import local_part
@@ -55,7 +57,7 @@ class ContextAttention:
             raise ValueError(
                 f"Context-parallel attention of {q_BHSE.shape[2]} queries to {k_BKSE.shape[2]} keys, is_causal="
                 f"{is_causal}, {'no' if mask is None else 'with a'} mask: only causal attention without a mask or a "
-                "cache is supported; pad on the right, and generate with cp=1"
+                "cache is supported; pad on the right, and generate inside `without_context(model)`"
             )
         if isinstance(q_BHSE, DTensor):
             raise ValueError(
@@ -85,9 +87,8 @@ def apply_context(model: VLM, group: dist.ProcessGroup, method: str = "ring", or
         with a reduce-scatter of their gradients in backward.
     """
     _check_arguments(model, group, method, order)
-    attend = ContextAttention(group, method, order)
     for attention in _find_attentions(model):
-        attention.attend = attend
+        attention.attend = ContextAttention(group, method, order)
     model.language.take_part = partial(_take_part_in_group, group=group, order=order)
     model.encode_tiles = partial(share_tiles, model.encode_tiles, group=group)  # type: ignore[method-assign]
     model.register_forward_pre_hook(partial(_check_batch, group=group, order=order), with_kwargs=True)
@@ -115,6 +116,29 @@ def check_context(model: VLM, group: dist.ProcessGroup) -> None:
                 f"rank {dist.get_rank()}: {name} is not context-parallel over {group.size()} ranks: call "
                 "apply_context, and let nothing after it replace this hook"
             )
+
+
+@contextmanager
+def without_context(model: VLM) -> Iterator[None]:
+    """Let each rank work on whole sequences by itself for a while, as generation and evaluation need.
+
+    Inside, the model takes what a plain one takes, caches and left padding too, and this module sends nothing. Where
+    weights are sharded over the group (FSDP), its ranks must still make the same number of forward passes.
+    """
+    attentions = _find_attentions(model)
+    shared = [part.attend for part in attentions], model.language.take_part, model.encode_tiles
+    model.language.take_part = None
+    if isinstance(model.encode_tiles, partial):
+        model.encode_tiles = model.encode_tiles.args[0]  # type: ignore[method-assign]
+    for part in attentions:
+        part.attend = attend
+    try:
+        yield
+    finally:
+        for part, attend_together in zip(attentions, shared[0], strict=True):
+            part.attend = attend_together
+        model.language.take_part = shared[1]
+        model.encode_tiles = shared[2]  # type: ignore[method-assign]
 
 
 def take_part_of_labels(labels_BS: Tensor, group: dist.ProcessGroup, order: str = "zigzag") -> Tensor:
@@ -196,8 +220,10 @@ def _check_arguments(model: VLM, group: dist.ProcessGroup, method: str, order: s
             check_heads(local_part(attention.q_proj.weight).shape[0] // attention.head_width, cp)
 
 
-def _check_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, order: str) -> None:
+def _check_batch(model: VLM, args: tuple[Any, ...], kwargs: dict[str, Any], group: Any, order: str) -> None:
     """Refuse what the model could only do wrongly; all ranks of the group see the same batch, so all refuse."""
+    if model.language.take_part is None:
+        return  # inside `without_context`
     # By name: a pipeline stage's forward takes the same things, and others, in another order.
     given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
     check_seq_len(given["input_ids_BS"].shape[1], group.size(), order)
@@ -210,5 +236,5 @@ def _check_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if given.get("kv_cache") is not None or given.get("last_only"):
         raise ValueError(
             "A context-parallel model was asked to generate (kv_cache or last_only): no rank holds all keys, nor the "
-            "last position's logits; generate with a model of cp=1"
+            "last position's logits; generate inside `with without_context(model):`"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _Gather(torch.autograd.Function):
@@ -20,13 +21,14 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = part.new_empty((group.size(), *part.shape))
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
+        dist.all_gather_single(parts.flatten(0, 1), part.contiguous(), group=group)
         return parts
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad_part = grads[0].new_empty(grads[0].shape[1:])
-        dist.reduce_scatter_tensor(grad_part, grads[0].contiguous(), group=ctx.group)
+        dist.reduce_scatter_single(grad_part, grads[0].contiguous().flatten(0, 1), group=ctx.group)
         return grad_part, None
 
 
@@ -39,6 +41,7 @@ class _Exchange(torch.autograd.Function):
         return received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad_parts = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
         dist.all_to_all_single(grad_parts, grads[0].contiguous(), group=ctx.group)
@@ -49,7 +52,7 @@ def gather_from_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks.
 
     Args:
-        part: any shape, the same on every rank.
+        part: any shape of one dimension or more, the same on every rank.
         group: N ranks.
 
     Returns:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vlmcourse.parallel.attention_block import attend_block, attend_block_backward, merge_blocks
 from vlmcourse.parallel.chunks import chunks_of_rank, visible_meetings
@@ -77,6 +78,7 @@ class _RingAttention(torch.autograd.Function):
         return out_BHSE
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BHSE, k_BKSE, v_BKSE, out_BHSE, lse_BHS = ctx.saved_tensors
         rank, cp = ctx.group.rank(), ctx.group.size()

@@ -69,7 +69,8 @@ def ulysses_attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, group: dis
     widths = [x.shape[2] for x in by_rank]
     received = exchange_with_ranks(torch.cat(by_rank, dim=2), group)  # [rank's positions, batch, my heads, ...]
     whole = sort_parts(torch.cat(received.unbind(0), dim=-2), -2, cp, order)
-    mixed_BHSE = attend(*whole.split(widths, dim=1), None, True)
+    q_BHSE, k_BKSE, v_BKSE = whole.split(widths, dim=1)
+    mixed_BHSE = attend(q_BHSE, k_BKSE, v_BKSE, None, True)
     parts = unsort_parts(mixed_BHSE, 2, cp, order).unflatten(2, (cp, -1)).movedim(2, 0)
     returned = exchange_with_ranks(parts, group)  # [rank's heads, batch, heads / cp, my positions, head width]
     return torch.cat(returned.unbind(0), dim=1)

@@ -11,6 +11,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053); torch.distributed
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from vlmcourse.models.vit import VisionTower
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import gather_full, local_part
 from vlmcourse.parallel.padding import cut_to, pad_vision_heads, pad_vocabulary, plain_sizes
@@ -38,8 +40,7 @@ from vlmcourse.parallel.tensor_styles import (
 from vlmcourse.parallel.vocabulary import split_predict
 from vlmcourse.presets import VLMShape
 
-VisionPlan = Literal["split", "pad_heads", "mlp_only", "replicate"]
-VISION_PLANS: tuple[VisionPlan, ...] = ("split", "pad_heads", "mlp_only", "replicate")
+VISION_PLANS: tuple[str, ...] = ("split", "pad_heads", "mlp_only", "replicate")
 Role = Literal["column", "row", "vocabulary", "wide norm", "norm", "whole"]
 ROLE_OF_LAYER: dict[str, Role] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column"),
@@ -49,7 +50,7 @@ ROLE_OF_LAYER: dict[str, Role] = {
 }
 
 
-def apply_tensor(model: VLM, mesh: DeviceMesh, *, vision: VisionPlan = "split", sequence_parallel: bool = True) -> VLM:
+def apply_tensor(model: VLM, mesh: DeviceMesh, *, vision: str = "split", sequence_parallel: bool = True) -> VLM:
     """Split every layer of a model over the ranks of one mesh axis.
 
     Args:
@@ -124,7 +125,7 @@ def tensor_problems(shape: VLMShape, tp_degree: int, vision: str) -> list[str]:
     return problems
 
 
-def roles(model: nn.Module, vision: VisionPlan) -> Iterator[tuple[str, nn.Module, Role]]:
+def roles(model: nn.Module, vision: str) -> Iterator[tuple[str, nn.Module, Role]]:
     """Yield every module that holds parameters of its own: name, module, and how a plan treats it."""
     for name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
@@ -136,7 +137,7 @@ def roles(model: nn.Module, vision: VisionPlan) -> Iterator[tuple[str, nn.Module
         yield name, module, role
 
 
-def plan_styles(model: VLM, vision: VisionPlan, layout: SequenceLayout) -> dict[str, ParallelStyle]:
+def plan_styles(model: VLM, vision: str, layout: SequenceLayout) -> dict[str, ParallelStyle]:
     """Return the plan for `parallelize_module`: name of a module -> how it is split.
 
     Args:
@@ -169,6 +170,8 @@ def _style(role: Role, module: nn.Module, layout: SequenceLayout, vision_width: 
         return ColwiseParallel(use_local_output=False)
     if role == "wide norm":
         return WholeWidthNorm(vision_width)
+    if isinstance(module, VisionTower):  # a pipeline stage calls `embed` alone
+        return Replicated(method="embed")
     return Replicated(layout if role == "norm" else None)
 
 
@@ -176,10 +179,11 @@ def _check_sequences_first(model: VLM, tp_degree: int, layout: SequenceLayout) -
     """Let the model refuse a sequence that cannot be split before anything is computed or sent."""
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        generates = kwargs.get("kv_cache") is not None or kwargs.get("last_only", False)
-        ids_BS = args[0] if args else kwargs.get("input_ids_BS")
-        if layout.is_split and not generates and isinstance(ids_BS, Tensor):
-            check_sequence(ids_BS.shape[1], tp_degree)
+        # By name: a pipeline stage's forward takes the same things in another order.
+        given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+        generates = given.get("kv_cache") is not None or given.get("last_only", False)
+        if layout.is_split and not generates:
+            check_sequence(given["input_ids_BS"].shape[1], tp_degree)
 
     model.register_forward_pre_hook(check, with_kwargs=True)
 
@@ -191,7 +195,7 @@ def planned_placement(role: Role, parameter: str) -> Placement:
     return Replicate() if role in ("norm", "whole") else Shard(0)
 
 
-def check_tensor(model: VLM, vision: VisionPlan = "split") -> None:
+def check_tensor(model: VLM, vision: str = "split") -> None:
     """Refuse a model that is not split as its plan says; also under FSDP2.
 
     Args:

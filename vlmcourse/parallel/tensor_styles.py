@@ -122,18 +122,24 @@ class Replicated(ParallelStyle):
     of the weight is then the sum over ranks. Communicates: in that case an all-reduce of each weight's gradient.
     """
 
-    def __init__(self, layout: SequenceLayout | None = None) -> None:
-        self.layout = layout
+    def __init__(self, layout: SequenceLayout | None = None, method: str = "forward") -> None:
+        """Choose what reads the weights.
+
+        Args:
+            layout: of the sequence that a norm works on.
+            method: of the module, the one that reads its own weights.
+        """
+        self.layout, self.method = layout, method
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_own(module, device_mesh, Replicate(), self.src_data_rank)
-        forward = module.forward
+        read = getattr(module, self.method)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _local_weights(module, summed=self.layout is not None and self.layout.is_split):
-                return forward(*args, **kwargs)
+                return read(*args, **kwargs)
 
-        module.forward = run
+        setattr(module, self.method, run)
         return module
 
 

@@ -34,6 +34,7 @@ MODEL_KINDS = [
     (4, "allgather", "contiguous"),
 ]
 """Ranks, method and order of the whole models that are trained; attention alone is tested in all of them."""
+FROZEN = (("vision",), ("vision", "projector"), ("language",))
 WEIGHT_SEED = 7
 HEADS = ((4, 4), (4, 2), (4, 1))
 """Query heads and key/value heads of the attention that is tested alone."""

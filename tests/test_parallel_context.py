@@ -14,10 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+from context_bugs import ATTENTION_BUGS, MODEL_BUGS
 from context_parity import (
     ATTENTION_TOLERANCE,
     BATCH,
     DTYPES,
+    FROZEN,
     HEAD_WIDTH,
     HEADS,
     METHODS,
@@ -32,7 +34,6 @@ from context_parity import (
     relative_error,
     train,
 )
-from context_worker import ATTENTION_BUGS, MODEL_BUGS
 from parity import KEY_BIAS, LOSS_TOLERANCE, check_gradient, load
 from ranks import run_worker
 
@@ -307,6 +308,19 @@ def test_bf16_over_ranks_rounds_no_worse_than_in_one_process(all_ranks: list[dic
 def test_recomputed_activations_change_nothing(all_ranks: list[dict[str, Any]], method: str) -> None:
     for found in all_ranks:
         check_run(found["recompute"][method])
+
+
+@pytest.mark.parametrize("towers", FROZEN)
+def test_frozen_towers_leave_the_other_gradients_as_they_are(
+    all_ranks: list[dict[str, Any]], towers: tuple[str, ...]
+) -> None:
+    expected = reference().gradients[0]
+    trained = {name for name in expected if not name.startswith(tuple(f"{tower}." for tower in towers))}
+    for found in all_ranks:
+        gradients = found["frozen"][towers].gradients[0]
+        assert gradients.keys() == trained
+        for name, gradient in gradients.items():
+            check_gradient(name, gradient, expected[name], "fp32")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])

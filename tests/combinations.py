@@ -45,7 +45,9 @@ COMBINATIONS: dict[str, Combination] = {
     ),
     "tp of language alone, whole sequences": Combination(2, {"tp": 2, "vision_tp": 1, "sequence_parallel": False}),
     "cp by ring, ddp": Combination(2, {"strategy": "ddp", "cp": 2}, 2),
-    "cp by all-gather, fsdp": Combination(2, {"strategy": "fsdp", "cp": 2, "cp_method": "allgather"}),
+    "cp by all-gather, fsdp": Combination(
+        2, {"strategy": "fsdp", "cp": 2, "cp_method": "allgather", "cp_order": "contiguous"}
+    ),
     "cp by ulysses, zero1": Combination(2, {"strategy": "zero1", "cp": 2, "cp_method": "ulysses"}),
     "pp, 1f1b": Combination(2, {"pp": 2}, 4),
     "pp, gpipe, vision apart, tied": Combination(

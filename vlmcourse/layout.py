@@ -27,6 +27,7 @@ SHARDED = ("zero2", "fsdp", "hsdp")
 """Strategies that FSDP2 carries out."""
 VISION_HEADS = ("split", "pad_heads", "mlp_only")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")
+CONTEXT_ORDERS = ("zigzag", "contiguous")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -57,6 +58,9 @@ class ParallelConfig:
     """Split norms and residuals between the ranks of a tp group along the sequence, instead of repeating them."""
     cp_method: str = "ring"
     """How a rank sees the keys of the others: ring, allgather, ulysses."""
+    cp_order: str = "zigzag"
+    """Which positions a rank has: zigzag (a chunk of the beginning and one of the end, equal work for all) or
+    contiguous."""
     pp_schedule: str = "1f1b"
     """gpipe, 1f1b, interleaved, zbv, dualpipev."""
     prefetch: int = 0
@@ -84,6 +88,7 @@ class ParallelConfig:
             ("strategy", STRATEGIES),
             ("vision_heads", VISION_HEADS),
             ("cp_method", CONTEXT_METHODS),
+            ("cp_order", CONTEXT_ORDERS),
             ("pp_schedule", SCHEDULES),
         ):
             value = getattr(self, name)

@@ -90,7 +90,7 @@ def _distribute(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: P
         if isinstance(model, VLMStage) and config.sequence_parallel:
             model.sequence_parts = config.tp
     if config.cp > 1:
-        apply_context(as_vlm(model), place.group("cp"), config.cp_method)
+        apply_context(as_vlm(model), place.group("cp"), config.cp_method, config.cp_order)
     if config.strategy in ("ddp", "zero1"):
         return apply_ddp(model.to(ranks.device), ranks)
     if config.strategy in SHARDED:  # moves to the device block by block, as it shards
@@ -109,8 +109,8 @@ def _loss_of_part(loss_sum: LossSum, config: ParallelConfig, place: Place) -> Lo
     """Let a loss see the labels of this rank's positions only, where the sequence is split."""
     if config.cp == 1:
         return loss_sum
-    group = place.group("cp")
-    return lambda logits, labels_BS: loss_sum(logits, take_part_of_labels(labels_BS, group))
+    group, order = place.group("cp"), config.cp_order
+    return lambda logits, labels_BS: loss_sum(logits, take_part_of_labels(labels_BS, group, order))
 
 
 def as_vlm(model: nn.Module) -> VLM:

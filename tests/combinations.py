@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity import GLOBAL_BATCH_SIZE, MAX_GRAD_NORM, AwkwardTrainer, Recording, awkward_samples, record, small_shape
+from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.layout import find_layout
 from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.apply import named_plain_parameters
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import VLMShape
+from vlmcourse.train.trainer import Trainer
 
 NUM_STEPS = 3
 WEIGHT_SEED = 100
@@ -99,11 +102,21 @@ def config_of(combination: Combination, *, alone: bool = False) -> TrainConfig:
     return parse_config(table, {"train.micro_batch_size": GLOBAL_BATCH_SIZE // (steps * dp_degree)})
 
 
+def check_placements(trainer: Trainer) -> None:
+    """Refuse gradients that are not stored as their weights are: whole ones, say, for weights in shards."""
+    for name, parameter in named_plain_parameters(trainer.model):
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            gradient = parameter.grad
+            assert isinstance(gradient, DTensor), name
+            assert gradient.placements == parameter.placements, (name, gradient.placements, parameter.placements)
+            assert gradient.to_local().shape == parameter.to_local().shape, name
+
+
 def run(combination: Combination, ranks: Ranks, seed: int = WEIGHT_SEED) -> Recording:
     """Train and keep everything; one rank alone is the reference."""
     model = build_model(divisible_shape(combination.heads, combination.tied), seed=seed)
     samples = awkward_samples()
     config = config_of(combination, alone=ranks.world_size == 1)
-    return record(
-        AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
-    )
+    trainer = AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
+    trainer.before_update.append(check_placements)
+    return record(trainer)

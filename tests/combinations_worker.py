@@ -23,7 +23,7 @@ def main(folder: Path, part: str = "") -> None:
         if combination.world_size == ranks.world_size and part in name:
             try:
                 found[name] = run(combination, ranks, WEIGHT_SEED + ranks.rank)  # every rank another seed
-            except ValueError:
+            except (ValueError, AssertionError):
                 found[name] = traceback.format_exc()
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

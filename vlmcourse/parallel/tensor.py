@@ -34,6 +34,7 @@ from vlmcourse.parallel.tensor_styles import (
     Replicated,
     SequenceLayout,
     SplitSequence,
+    VocabularyEmbedding,
     WholeWidthNorm,
     check_sequence,
 )
@@ -166,7 +167,7 @@ def _style(role: Role, module: nn.Module, layout: SequenceLayout, vision_width: 
         return RowwiseParallel(output_layouts=Partial(), use_local_output=False) if in_branch else RowwiseParallel()
     if role == "vocabulary":
         if isinstance(module, nn.Embedding):
-            return RowwiseParallel(input_layouts=Replicate())
+            return VocabularyEmbedding()
         return ColwiseParallel(use_local_output=False)
     if role == "wide norm":
         return WholeWidthNorm(vision_width)

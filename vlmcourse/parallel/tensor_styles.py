@@ -143,6 +143,30 @@ class Replicated(ParallelStyle):
         return module
 
 
+class VocabularyEmbedding(ParallelStyle):
+    """An embedding whose rows are split over the ranks: each looks up the tokens that it has, the sum is complete.
+
+    PyTorch's own RowwiseParallel computes the same, but leaves every rank the gradient of the whole vocabulary.
+    Communicates: an all-reduce of [batch, seq, width] forward.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        distribute_own(module, device_mesh, Shard(0), self.src_data_rank)
+
+        def run(ids_BS: Tensor) -> Tensor:
+            rows_VD = cast(DTensor, module.weight).to_local()
+            own_ids_BS = ids_BS - device_mesh.get_local_rank() * rows_VD.shape[0]
+            is_elsewhere_BS = (own_ids_BS < 0) | (own_ids_BS >= rows_VD.shape[0])
+            found_BSD = nn.functional.embedding(own_ids_BS.masked_fill(is_elsewhere_BS, 0), rows_VD)
+            part_BSD = found_BSD.masked_fill(is_elsewhere_BS[..., None], 0)
+            whole_BSD = DTensor.from_local(part_BSD, device_mesh, [Partial()], run_check=False)
+            return whole_BSD.redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = run
+        return module
+
+
 class WholeWidthNorm(ParallelStyle):
     """An RMSNorm over a width that is split over the ranks, as that of queries and keys under split heads.
 

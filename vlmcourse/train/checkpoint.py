@@ -87,6 +87,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
     state = named_state(model, optimizer)
     with _quiet_single(ranks):
         dcp.load(state, checkpoint_id=path, no_dist=ranks.world_size == 1)  # in place
+    _fill_second_copies(model, optimizer)
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -105,9 +106,24 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            moments[names[parameter]] = dict(state)
-    weights = {name: tensor for part in plain_parts(model) for name, tensor in part.state_dict().items()}
+            moments.setdefault(names[parameter], dict(state))
+    weights: dict[str, Tensor] = {}
+    for part in plain_parts(model):
+        for name, tensor in part.state_dict().items():
+            weights.setdefault(name, tensor)
     return {"model": weights, "optimizer": moments}
+
+
+@torch.no_grad()
+def _fill_second_copies(model: nn.Module, optimizer: Optimizer) -> None:
+    """Give a parameter that this rank holds twice, such as a tied embedding, what its first copy has loaded."""
+    first: dict[str, nn.Parameter] = {}
+    for name, parameter in named_plain_parameters(model):
+        source = first.setdefault(name, parameter)
+        if source is not parameter:
+            parameter.copy_(source)
+            for key, value in optimizer.state[source].items():
+                optimizer.state[parameter][key].copy_(value)
 
 
 def _replace_folder(new: Path, final: Path) -> None:

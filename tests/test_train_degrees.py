@@ -1,0 +1,88 @@
+"""Whole runs under tensor, context and pipeline parallelism: resumed, evaluated, saved, and resumed elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from combinations import Combination
+from degrees_worker import NUM_STEPS, RUNS, SAVED_STEP, build
+from parity import LOSS_TOLERANCE
+from ranks import run_worker
+
+from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.train.report import TrainResult
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+CLOSE = {"abs": LOSS_TOLERANCE["fp32"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("degrees")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[bool, TrainResult]:
+    """What one process does, without and with a tied embedding; its checkpoints are in `plain` and `tied`."""
+    return {
+        tied: build(Combination(1, {}, tied=tied), ALONE, folder, "tied" if tied else "plain", seed=3).fit()
+        for tied in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, alone: dict[bool, TrainResult]) -> list[dict[str, Any]]:
+    run_worker("degrees_worker.py", str(folder), nproc=4, timeout_s=240)
+    return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_on_from_one_process_and_answers_as_it_does(
+    found: list[dict[str, Any]], alone: dict[bool, TrainResult], name: str
+) -> None:
+    expected = alone[RUNS[name].tied]
+    for of_rank in found:
+        assert of_rank[name]["losses"] == pytest.approx(expected.losses[SAVED_STEP:], **CLOSE)
+        assert of_rank[name]["exact"] == [expected.exact_match, expected.num_questions]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_process_goes_on_from_its_checkpoint(
+    folder: Path, found: list[dict[str, Any]], alone: dict[bool, TrainResult], name: str
+) -> None:
+    tied = RUNS[name].tied
+    loss = {}
+    for source in (name, "tied" if tied else "plain"):
+        trainer = build(Combination(1, {}, tied=tied), ALONE, folder, f"after-{source}", seed=9)
+        assert trainer.resume(folder / source / "checkpoints" / f"step_{NUM_STEPS:06d}") == NUM_STEPS
+        loss[source] = trainer.train_step().loss
+    assert loss[name] == pytest.approx(loss["tied" if tied else "plain"], **CLOSE)
+
+
+def test_a_checkpoint_of_shards_of_matrices_goes_on_in_a_pipeline(
+    folder: Path, found: list[dict[str, Any]], alone: dict[bool, TrainResult]
+) -> None:
+    trainer = build(Combination(1, {}), ALONE, folder, "crossed-alone", seed=9)
+    trainer.resume(folder / "plain" / "checkpoints" / f"step_{NUM_STEPS:06d}")
+    expected = trainer.train_step().loss
+    assert [of_rank["crossed"] for of_rank in found] == [pytest.approx(expected, **CLOSE)] * 4
+
+
+def test_what_cannot_be_is_refused_by_every_rank_with_the_reason(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        said = of_rank["refusals"]
+        for name, words in {
+            "schedule over fsdp": "leaves gradients out in silence",
+            "too few micro-batches": "dualpipev needs at least 4",
+            "odd heads": "vision_tp=2 does not divide 3 vision heads: set vision_tp=1, or vision_heads to 'mlp_only'",
+            "too many stages": "each needs at least one block; lower pp",
+            "heads for ulysses": "set cp_method to 'ring' or 'allgather'",
+            "another model": "this is a Linear: use ddp or fsdp",
+            "no loss": "the last stage of a pipeline needs loss_sum",
+        }.items():
+            assert words in said[name], name

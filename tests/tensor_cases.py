@@ -68,6 +68,9 @@ CASES = {
     "padded vocabulary, tied": Case(language={"vocab_size": 257, "tied_embeddings": True}),
     "vision frozen": Case(freeze=("vision",)),
     "language frozen": Case(vision=QK_NORM, freeze=("language",)),
+    "shards of unequal size under FSDP": Case(
+        vision={"mlp_size": 34}, language={"hidden_size": 40, "mlp_size": 50, "qkv_bias": True}
+    ),
     "a part of the sequence": Case(part=slice(0, 40)),
     # Without key biases, whose gradients are nothing but roundings: see `parity.KEY_BIAS`.
     "bf16": Case(vision={"qkv_bias": False}, precision="bf16"),

@@ -358,6 +358,7 @@ TWO_BY_TWO = (
     "tied embeddings",
     "padded vocabulary, tied",
     "vision frozen",
+    "shards of unequal size under FSDP",
 )
 
 

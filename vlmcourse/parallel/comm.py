@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from vlmcourse.parallel.ranks import Ranks
 
@@ -59,10 +59,17 @@ def gather_full(tensor: Tensor) -> Tensor:
 
     Returns:
         A detached copy of the full tensor, on CPU.
-    Communicates: one all-gather over the tensor's mesh if it is sharded; every rank must call it.
+    Communicates: one all-gather over each axis of the tensor's mesh that it is sharded on; every rank must call it.
     """
-    detached = tensor.detach()
-    whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        # Axis by axis, in the order in which FSDP2 lies over the axes of a model: in one go PyTorch does the same, with
+        # a warning.
+        for axis in range(whole.device_mesh.ndim):
+            placements = list(whole.placements)
+            placements[axis] = Replicate()
+            whole = whole.redistribute(placements=placements)
+        whole = whole.to_local()
     return whole.to("cpu", copy=True)
 
 

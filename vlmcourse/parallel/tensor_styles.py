@@ -186,12 +186,12 @@ class WholeWidthNorm(ParallelStyle):
         distribute_own(module, device_mesh, Shard(0), self.src_data_rank)
         group, eps = device_mesh.get_group(), module.eps
 
-        def run(x_IPD: Tensor) -> Tensor:
-            wide_IPD = x_IPD.float()
-            squares_IP1 = wide_IPD.square().sum(dim=-1, keepdim=True)
+        def run(x: Tensor) -> Tensor:
+            x_IPD = x.float()
+            squares_IP1 = x_IPD.square().sum(dim=-1, keepdim=True)
             mean_IP1 = cast(Tensor, SumOverRanks.apply(squares_IP1, group)) / self.width
             weight_D = cast(DTensor, module.weight).to_local()
-            return (wide_IPD * torch.rsqrt(mean_IP1 + eps) * weight_D).to(x_IPD.dtype)
+            return (x_IPD * torch.rsqrt(mean_IP1 + eps) * weight_D).to(x.dtype)
 
         module.forward = run
         return module

@@ -47,6 +47,7 @@ def test_torchs_zero_1_sends_half_as_much_again_as_the_paper(found: dict[str, An
 def test_tensor_parallel_pairs_reduce_once_each_way_in_their_own_group(found: dict[str, Any]) -> None:
     activations_bytes = 5 * 64 * 4
     assert found["tensor parallel"] == {
+        "inside an operation": [["all-gather", 4 * 6 * 4]],
         "forward": [["all-reduce", activations_bytes]],
         "backward": [["all-reduce", activations_bytes]],
         "others": 0,

@@ -240,7 +240,7 @@ def _write_torchrun(args: argparse.Namespace, job: TorchrunJob) -> Launch:
         return Launch(f"{commands[0]}\n", (commands[0],))
     head = (
         f"# One command a machine, in the same folder on each. They wait for each other at {jobs[0].endpoint}.\n"
-        "# The run's folder is written on the first.\n"
+        "# Rank 0 writes the run's folder and may be on any of them: let them share it.\n"
     )
     parts = [f"# on {host}:\n{command}\n" for host, command in zip(hosts, commands, strict=True)]
     return Launch("\n".join([head, *parts]), tuple(commands))

@@ -32,8 +32,8 @@ NOT_OFFERED = {
 FIRST_POWERSGD_STEP = 2
 """DDP arranges its buckets anew after the first step; errors kept for other buckets would be added to wrong weights."""
 ORTHOGONALIZATION_EPSILON = 1e-8
-"""Added to the length of a factor before it is divided by it: the gradient of a tower that no sample of a step reaches
-is 0, and 0 / 0 would make its weights NaN. Far below the length of any other gradient's factor in fp32."""
+"""Added to the length of a factor before it is divided by it: the gradient of a tower that no sample of the first
+compressed step reaches is 0, and 0 / 0 would make its weights NaN. Far below the length of any other factor in fp32."""
 
 
 def compress_gradients(
@@ -69,7 +69,7 @@ def compress_gradients(
             group,
             matrix_approximation_rank=powersgd_rank,
             start_powerSGD_iter=powersgd_start_step,
-            orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,
+            orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,  # type: ignore[arg-type] # torch's default is the int 0
         )
         ddp_model.register_comm_hook(state, powersgd_hook)
     else:
@@ -128,9 +128,9 @@ def bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.future
 def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by torch's PowerSGD, which starts each step from the last one's right factor.
 
-    A step in which a matrix had no gradient (a batch without pictures) leaves a factor of 0 behind. Every product with
-    it is 0: that matrix would never be updated again. Such a bucket starts from random factors instead, as at first;
-    the factors are equal on all ranks, so all do.
+    A matrix of zeros (the gradient of the vision tower in a step without pictures, where no error is fed back yet)
+    leaves a factor of 0 behind. Every product with it is 0: that matrix would never be updated again. Such a bucket
+    starts from random factors instead, as at first; the factors are equal on all ranks, so all do.
 
     Args:
         state: of all buckets, with the errors to feed back.

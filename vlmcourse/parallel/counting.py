@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -65,7 +65,7 @@ KINDS = {
 """PyTorch's operation -> the collective that it is. What is not in here but in these namespaces keeps its own name."""
 FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 NOT_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
-FROM_OTHER_THREADS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
+FROM_OTHER_THREADS = ("all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "all_to_all_single")
 """Functions of `torch.distributed` that communication hooks call from a thread of the backend, which no dispatch mode
 of the training thread reaches."""
 
@@ -192,7 +192,7 @@ def describe_call(func: Any, args: tuple[Any, ...]) -> CollectiveCall | None:
     if name in NOT_COLLECTIVES:
         return None
     is_functional = func.namespace in FUNCTIONAL
-    kind = KINDS.get(f"{'_c10d_functional' if is_functional else 'c10d'}.{name}", name.strip("_"))
+    kind: str = KINDS.get(f"{'_c10d_functional' if is_functional else 'c10d'}.{name}") or name.strip("_")
     group = _find_group(func, args)
     num_ranks = group.size() if group is not None else 1
     # Of inputs and outputs, the larger one is the whole tensor; functional operations show only their input.
@@ -209,7 +209,7 @@ def _find_group(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments: an object in c10d's operations, a name in functional ones."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "group_name":
-            return torch._C._distributed_c10d._resolve_process_group(value)
+            return resolve_group(value)
         if argument.name == "process_group":
             return dist.ProcessGroup.unbox(value)
     return None

@@ -140,8 +140,8 @@ def build_collective(
     collectives: dict[str, Callable[[], object]] = {
         # The largest value instead of the sum: the buffer is used again and again, and sums would grow beyond fp32.
         "all-reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all-gather": lambda: dist.all_gather_single(whole, part, group=group),
+        "reduce-scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
         "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     return collectives[kind]

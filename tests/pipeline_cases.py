@@ -121,7 +121,7 @@ def make_batch(shape: VLMShape, seed: int, tiles_per_sample: Sequence[int], seq_
         length = int(torch.randint(used + 1, seq_len + 1, (), generator=generator))
         mask[row, :length] = True
         ids[row, length:] = 0
-        if (seed + row) % 4 != 1:  # every fourth sample is mute
+        if (seed + row) % 4 != 3:  # every fourth sample is mute
             supervised = torch.arange(used - 1, length - 1)
             labels[row, supervised] = ids[row, supervised + 1]
     return Batch(

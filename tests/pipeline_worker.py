@@ -54,7 +54,8 @@ def wrapper(case: Case, mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module] | 
     def shard(stage: nn.Module) -> nn.Module:
         for unit in find_units(stage):
             fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=case.reshard_after_forward)
-        return fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=case.reshard_after_forward)
+        fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=case.reshard_after_forward)
+        return stage
 
     def replicate(stage: nn.Module) -> nn.Module:
         trained = any(p.requires_grad for p in stage.parameters())

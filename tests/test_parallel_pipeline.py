@@ -205,9 +205,10 @@ def simulate_bubble(ranks: list[list[Action]]) -> float:
             while queue:
                 kind, stage, microbatch = queue[0]
                 before = ("F", stage - 1) if kind == "F" else ("B", stage + 1) if stage < last else ("F", stage)
-                if kind != "W" and before[1] >= 0 and (*before, microbatch) not in done:
+                needs = before[0], before[1], microbatch
+                if kind != "W" and needs[1] >= 0 and needs not in done:
                     break
-                start = max(clock[rank], 0.0 if kind == "W" else done.get((*before, microbatch), 0.0))
+                start = max(clock[rank], 0.0 if kind == "W" else done.get(needs, 0.0))
                 starts.setdefault(rank, start)
                 clock[rank] = start + (2 if kind == "B" else 1)
                 done["B" if kind == "I" else kind, stage, microbatch] = clock[rank]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -121,9 +122,10 @@ def test_every_stage_is_on_one_rank_and_v_shaped_schedules_turn_on_the_last() ->
         ("1f1b", {"data_strategy": "zero"}, "choose single, ddp or fsdp"),
     ],
 )
-def test_a_pipeline_that_cannot_run_is_refused(schedule: str, options: dict, words: str) -> None:
+def test_a_pipeline_that_cannot_run_is_refused(schedule: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_schedule(schedule, **({"pp": 4, "num_microbatches": 8} | options))
+        defaults: dict[str, Any] = {"pp": 4, "num_microbatches": 8}
+        check_schedule(schedule, **(defaults | options))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -131,8 +133,9 @@ def test_a_pipeline_that_can_run_is_accepted(schedule: str) -> None:
     for data_strategy in ("single", "ddp", "fsdp"):
         splits = SCHEDULES[schedule].splits_backward
         if data_strategy != "ddp" or not splits:
-            options = {"data_strategy": data_strategy, "reshard_after_forward": not splits}
-            assert not find_schedule_problems(schedule, pp=4, num_microbatches=8, **options)
+            assert not find_schedule_problems(
+                schedule, pp=4, num_microbatches=8, data_strategy=data_strategy, reshard_after_forward=not splits
+            )
 
 
 def test_the_bubble_shrinks_with_micro_batches_and_with_stages_of_a_rank() -> None:

@@ -33,7 +33,7 @@ from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.microbatches import StepBatch, check_batches, check_same_batches, stack_batches
 from vlmcourse.parallel.stages import EMBEDDING, LossSum, VLMStage, layer_parameters, plain_stage
-from vlmcourse.parallel.timeline import Action, TimedStage, gather_actions
+from vlmcourse.parallel.timeline import Action, TimedStage, gather_actions, start_together
 from vlmcourse.planner.schedules import SCHEDULES, check_schedule, stages_of_rank
 from vlmcourse.planner.stages import StageSplit, split_evenly
 
@@ -159,7 +159,7 @@ class Pipeline:
         Raises:
             ValueError: on all ranks, if the schedule cannot run this number of micro-batches, a batch does not fit the
                 model, or the ranks have different ones.
-        Communicates: one all-gather of 64 bytes a rank over the group; then for each micro-batch and boundary between
+        Communicates: one all-gather of 32 bytes a rank over the group; then for each micro-batch and boundary between
             ranks one activation forward and one gradient of the same size back.
         """
         problem = self._find_problem(batches)
@@ -171,8 +171,7 @@ class Pipeline:
         self._loss_scale, self._loss_sums = loss_scale, []
         self.actions.clear()
         if self.record:
-            dist.barrier(self.group)  # actions of all ranks are timed from here
-            self._started_s = Action.now(self.device)
+            self._started_s = start_together(self.group, self.device)
         first = [step.tiles] if self.stages[0].is_first else []
         runner.step(*first, target=step.fields["labels_BS"], return_outputs=False, **step.fields)
         if not self._loss_sums:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -25,14 +26,16 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.data.samples import Batch
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.microbatches import StepBatch, check_batches, check_same_batches, stack_batches
 from vlmcourse.parallel.stages import EMBEDDING, LossSum, VLMStage, layer_parameters, plain_stage
-from vlmcourse.parallel.timeline import Action, TimedStage, gather_actions
-from vlmcourse.planner.stages import SCHEDULES, StageSplit, check_schedule, split_evenly, stages_of_rank
+from vlmcourse.parallel.timeline import Action, TimedStage, gather_actions, start_together
+from vlmcourse.planner.schedules import SCHEDULES, check_schedule, stages_of_rank
+from vlmcourse.planner.stages import StageSplit, split_evenly
 
 CLASSES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -58,6 +61,7 @@ class Pipeline:
         device: torch.device,
         split: StageSplit | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
+        reshard_after_forward: bool = True,
     ) -> None:
         """Take this rank's stages out of a plain model; drop the model afterwards.
 
@@ -71,9 +75,11 @@ class Pipeline:
             split: which layers stand on which stage; by default `split_evenly`.
             wrap: applied to each stage of this rank, first to last: tensor, context and data parallelism. It returns
                 the stage itself, changed, or a DDP around it.
+            reshard_after_forward: whether FSDP frees gathered weights after forward; schedules that split backward need
+                it False, which is then also set.
 
         Raises:
-            ValueError: if schedule, number of ranks and split do not fit together.
+            ValueError: if schedule, number of ranks, split and wrappers do not fit together.
         """
         pp, self.pp_rank = dist.get_world_size(group), dist.get_rank(group)
         # The number of micro-batches is known with the first batches.
@@ -98,13 +104,33 @@ class Pipeline:
                 stage.to(device)
         self.modules: list[nn.Module] = [wrap(stage) if wrap else stage for stage in self.stages]
         """This rank's stages as they run: wrapped where there is a wrapper."""
-        self.stages = [plain_stage(module) for module in self.modules]
+        self._check_wrappers(reshard_after_forward)
         self.record = False
         """Whether the next steps write down when each action ran; on a GPU that waits for every action to end."""
         self.actions: list[Action] = []
         """What this rank did in the last step, if it was recorded."""
         self._runners: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._loss_scale, self._loss_sums = 1.0, []
+        self._started_s = 0.0
+
+    def _check_wrappers(self, reshard_after_forward: bool) -> None:
+        """Refuse wrappers that this schedule trains wrong under."""
+        for module in self.modules:
+            plain_stage(module)
+            strategy = "single"
+            if isinstance(module, DistributedDataParallel):
+                strategy = "ddp"
+            elif isinstance(module, FSDPModule):
+                strategy = "fsdp"
+                if not reshard_after_forward:
+                    module.set_reshard_after_forward(False)
+            check_schedule(
+                self.schedule,
+                pp=self.pp,
+                num_microbatches=2 * self.pp,
+                data_strategy=strategy,
+                reshard_after_forward=reshard_after_forward,
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's stages."""
@@ -133,7 +159,7 @@ class Pipeline:
         Raises:
             ValueError: on all ranks, if the schedule cannot run this number of micro-batches, a batch does not fit the
                 model, or the ranks have different ones.
-        Communicates: one all-gather of 64 bytes a rank over the group; then for each micro-batch and boundary between
+        Communicates: one all-gather of 32 bytes a rank over the group; then for each micro-batch and boundary between
             ranks one activation forward and one gradient of the same size back.
         """
         problem = self._find_problem(batches)
@@ -145,8 +171,7 @@ class Pipeline:
         self._loss_scale, self._loss_sums = loss_scale, []
         self.actions.clear()
         if self.record:
-            dist.barrier(self.group)  # actions of all ranks are timed from here
-            self._start_clock()
+            self._started_s = start_together(self.group, self.device)
         first = [step.tiles] if self.stages[0].is_first else []
         runner.step(*first, target=step.fields["labels_BS"], return_outputs=False, **step.fields)
         if not self._loss_sums:
@@ -207,9 +232,6 @@ class Pipeline:
             group=self.group,
             on_action=self._keep_action,
         )
-
-    def _start_clock(self) -> None:
-        self._started_s = Action.now(self.device)
 
     def _keep_action(self, kind: str, microbatch: int, stage: int, run: Callable[[], Any]) -> Any:
         """Run an action of a stage, and write down when if asked to."""

@@ -24,7 +24,7 @@ class Action(NamedTuple):
     microbatch: int
     stage: int
     start_s: float
-    """Seconds since all ranks began the step together."""
+    """Seconds since the ranks began the step, on one time axis for all of them."""
     end_s: float
 
     @staticmethod
@@ -33,6 +33,21 @@ class Action(NamedTuple):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
+
+
+def start_together(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return this rank's reading of `Action.now` at the moment when the first rank of a group began.
+
+    Steady clocks start anywhere, so the ranks compare wall clocks: exact on one machine, as good as the clocks of
+    several agree.
+
+    Communicates: a barrier and an all-reduce of 8 bytes over the group.
+    """
+    dist.barrier(group)
+    wall_s, steady_s = time.time(), Action.now(device)
+    first_s = torch.tensor(wall_s, dtype=torch.float64, device=device)
+    dist.all_reduce(first_s, dist.ReduceOp.MIN, group=group)
+    return steady_s - (wall_s - float(first_s))
 
 
 OnAction = Callable[[str, int, int, Callable[[], Any]], Any]

@@ -1,9 +1,9 @@
-"""Which layers stand on which stage of a pipeline, which rank runs which stage, and what a schedule asks for.
+"""Which layers of a model stand on which stage of a pipeline.
 
-Enters: a model's shape and a number of stages. Leaves: a `StageSplit`, the stages of each rank, and a list of what is
-wrong with a wish. The layers of a vision-language model, in the order in which data meets them: patch embedding, vision
-blocks, fusion (projector and token embedding), language blocks, output (final norm and output matrix). Imports no
-torch. What runs the stages is `parallel/pipeline.py`. Chapter 1.
+Enters: a model's shape, a number of stages and, where they were measured, the layers' costs. Leaves: a `StageSplit`.
+The layers of a vision-language model, in the order in which data meets them: patch embedding, vision blocks, fusion
+(projector and token embedding), language blocks, output (final norm and output matrix). Imports no torch. What cuts a
+model accordingly is `parallel/stages.py`. Chapter 1.
 """
 
 from __future__ import annotations
@@ -13,32 +13,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vlmcourse.presets import VLMShape
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The order in which a rank runs forwards and backwards of micro-batches."""
-
-    stages_per_rank: int
-    v_shaped: bool = False
-    """Whether the ranks' second stages stand in reverse order, so that the last rank's two are neighbours."""
-    splits_backward: bool = False
-    """Whether gradients of weights are computed later than those of activations, to fill the bubble."""
-    source: str = ""
-
-
-SCHEDULES = {
-    "gpipe": Schedule(stages_per_rank=1, source="Huang et al. 2019 (arXiv:1811.06965)"),
-    "1f1b": Schedule(stages_per_rank=1, source="Narayanan et al. 2019 (PipeDream), 2021 (arXiv:2104.04473)"),
-    "interleaved": Schedule(stages_per_rank=2, source="Narayanan et al. 2021 (arXiv:2104.04473), section 2.2"),
-    "zbv": Schedule(
-        stages_per_rank=2, v_shaped=True, splits_backward=True, source="Qi et al. 2023 (arXiv:2401.10241), section 6"
-    ),
-    "dualpipev": Schedule(
-        stages_per_rank=2, v_shaped=True, splits_backward=True, source="DeepSeek-AI 2024 (arXiv:2412.19437)"
-    ),
-}
-"""The schedules that a pipeline can run, by the name that the configuration uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,116 +186,3 @@ def _split_at(shape: VLMShape, cuts: Sequence[int]) -> StageSplit:
         num_language_layers=num_language,
         layers_per_stage=tuple(end - start for start, end in zip(edges, edges[1:], strict=False)),
     )
-
-
-def stages_of_rank(schedule: str, pp: int, pp_rank: int) -> tuple[int, ...]:
-    """Return the stages that a rank of a pipeline runs, first to last.
-
-    Args:
-        schedule: one of `SCHEDULES`.
-        pp: ranks of the pipeline.
-        pp_rank: 0 .. pp - 1.
-    """
-    chosen = SCHEDULES[schedule]
-    if chosen.v_shaped:
-        return pp_rank, 2 * pp - 1 - pp_rank
-    return tuple(pp_rank + pp * i for i in range(chosen.stages_per_rank))
-
-
-def find_schedule_problems(
-    schedule: str,
-    *,
-    pp: int,
-    num_microbatches: int,
-    data_strategy: str = "single",
-    reshard_after_forward: bool = True,
-) -> list[str]:
-    """Return what is wrong with a pipeline, each with what to change; nothing if it can run.
-
-    Args:
-        schedule: how forwards and backwards are ordered.
-        pp: ranks of the pipeline.
-        num_microbatches: micro-batches of one optimizer step, which is `accumulation_steps`.
-        data_strategy: what happens to each stage over the data-parallel ranks: single (nothing), ddp or fsdp.
-        reshard_after_forward: with fsdp, whether gathered weights are freed after forward (ZeRO-3) or kept (ZeRO-2).
-    """
-    if schedule not in SCHEDULES:
-        return [f"schedule {schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}"]
-    found = [] if pp >= 2 else [f"pp={pp}: a pipeline needs at least 2 ranks"]
-    # As torch.distributed.pipelining states them; below these its schedules raise, or have no order to run.
-    least = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
-    if num_microbatches < least:
-        found.append(
-            f"{num_microbatches} micro-batches with pp={pp}: {schedule} needs at least {least}; raise "
-            "accumulation_steps or choose gpipe"
-        )
-    rounds = max(1, num_microbatches // max(pp, 1))
-    if schedule == "interleaved" and num_microbatches % rounds:
-        found.append(
-            f"{num_microbatches} micro-batches with pp={pp}: interleaved runs them in {rounds} equal rounds of at "
-            f"least {pp}; set accumulation_steps to a multiple of {pp}"
-        )
-    return found + _find_data_problems(schedule, data_strategy, reshard_after_forward)
-
-
-def _find_data_problems(schedule: str, data_strategy: str, reshard_after_forward: bool) -> list[str]:
-    if data_strategy not in ("single", "ddp", "fsdp"):
-        return [f"data strategy {data_strategy!r} is unknown: choose single, ddp or fsdp"]
-    if data_strategy == "ddp" and SCHEDULES[schedule].stages_per_rank > 1:
-        return [
-            f"{schedule} over ddp trains on wrong gradients in silence: torch's runtime of several stages a rank does "
-            "not tell DDP which backward is the last; choose fsdp, or gpipe or 1f1b"
-        ]
-    if data_strategy == "fsdp" and reshard_after_forward and SCHEDULES[schedule].splits_backward:
-        return [
-            f"{schedule} over fsdp with reshard_after_forward leaves gradients out in silence: weights are gone when "
-            "their postponed gradients are computed; set reshard_after_forward = false, or choose 1f1b or interleaved"
-        ]
-    return []
-
-
-def check_schedule(
-    schedule: str,
-    *,
-    pp: int,
-    num_microbatches: int,
-    data_strategy: str = "single",
-    reshard_after_forward: bool = True,
-) -> None:
-    """Refuse a pipeline that cannot run, or would train on wrong gradients; see `find_schedule_problems`.
-
-    Raises:
-        ValueError: naming everything that is wrong.
-    """
-    found = find_schedule_problems(
-        schedule,
-        pp=pp,
-        num_microbatches=num_microbatches,
-        data_strategy=data_strategy,
-        reshard_after_forward=reshard_after_forward,
-    )
-    if found:
-        raise ValueError("This pipeline cannot run: " + "; ".join(found))
-
-
-def ideal_bubble_fraction(schedule: str, pp: int, num_microbatches: int) -> float:
-    """Return the share of a rank's time that it waits, with equal stages and messages that take no time.
-
-    The time is that of the rank with the longest way from its first action to its last. Forward, gradients of
-    activations and gradients of weights of a stage take equally long.
-
-    Args:
-        schedule: one of `SCHEDULES`.
-        pp: ranks of the pipeline.
-        num_microbatches: micro-batches of one optimizer step.
-    Source: Narayanan et al. 2021, section 2.2 (gpipe, 1f1b, interleaved); Qi et al. 2023, section 6 (zbv, from 2 pp - 1
-        micro-batches on); DeepSeek-AI, DualPipe, table of bubbles (dualpipev, forward and backward not overlapping).
-    """
-    idle, work = {
-        "gpipe": (pp - 1, num_microbatches),
-        "1f1b": (pp - 1, num_microbatches),
-        "interleaved": (pp - 1, 2 * num_microbatches),
-        "zbv": (0, num_microbatches),
-        "dualpipev": (pp - 1, 3 * num_microbatches),
-    }[schedule]
-    return idle / (idle + work)

@@ -30,8 +30,9 @@ from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel import padding, tensor, tensor_styles, vocabulary
 from vlmcourse.parallel.comm import gather_full
 from vlmcourse.parallel.fsdp import find_units
+from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
-from vlmcourse.parallel.tensor import apply_tensor, check_tensor, describe_tensor_plan, gather_plain_state
+from vlmcourse.parallel.tensor import apply_tensor, check_tensor, describe_tensor_plan
 from vlmcourse.parallel.tensor_styles import Branch, SplitSequence
 from vlmcourse.train.loss import token_loss_sum
 
@@ -45,7 +46,7 @@ def run(case: Case, mesh: DeviceMesh, num_steps: int = 3) -> tuple[Recording, di
     """Train a case on one axis; also return what padding held at the end, and the plan."""
     model = split(case, mesh)
     recording = train(
-        model, case, lambda gradients: gather_plain_state(model, gradients=gradients), num_steps=num_steps
+        model, case, lambda gradients: gather_plain_state(model, model.shape, gradients=gradients), num_steps=num_steps
     )
     check_tensor(model, case.plan.get("vision", "split"))
     return recording, {"padding": size_of_padding(model), "plan": describe_tensor_plan(model)}
@@ -61,7 +62,11 @@ def run_fsdp(case: Case, mesh: DeviceMesh) -> tuple[Recording, dict[str, Any]]:
     check_tensor(model, case.plan.get("vision", "split"))
     rows = slice(2 * dp_rank, 2 * dp_rank + 2)
     recording = train(
-        model, case, lambda gradients: gather_plain_state(model, gradients=gradients), rows=rows, num_parts=2
+        model,
+        case,
+        lambda gradients: gather_plain_state(model, model.shape, gradients=gradients),
+        rows=rows,
+        num_parts=2,
     )
     losses = torch.tensor(recording.losses, dtype=torch.float64)
     dist.all_reduce(losses, group=dp_mesh.get_group())

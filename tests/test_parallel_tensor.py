@@ -20,7 +20,7 @@ from tensor_worker import BUGS, FOUR, ON_TWO, TWO_BY_TWO
 
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.parallel.padding import plain_sizes
-from vlmcourse.parallel.tensor import tensor_problems
+from vlmcourse.planner.degrees import tensor_problems
 from vlmcourse.presets import get_model
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -171,8 +171,8 @@ def test_what_cannot_be_split_is_refused_before_anything_is_sent(two: list[dict[
     for seen in two:
         said = seen["refusals"]
         assert all(message.endswith("[0 collectives]") for message in said.values()), said
-        assert said["3 vision heads"].startswith("tp=2 does not divide 3 vision heads: set vision_tp=1")
-        assert "tp=2 does not divide 1 language key/value heads" in said["1 key/value head"]
+        assert said["3 vision heads"].startswith("vision_tp=2 does not divide 3 vision heads: set vision_tp=1")
+        assert "tp=2 does not divide 1 key/value heads" in said["1 key/value head"]
         assert "45 channels of the language MLP" in said["odd widths"]
         assert "31 channels of the vision MLP" in said["odd widths"]
         assert "vision = 'half': choose one of 'split', 'pad_heads'" in said["no such plan"]
@@ -182,7 +182,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_sent(two: list[dict[
 def test_internvl2_26b_needs_a_plan_of_its_own_for_the_vision_tower() -> None:
     shape = get_model("internvl2-26b")
     (problem,) = tensor_problems(shape, 2, "split")
-    assert re.match(r"tp=2 does not divide 25 vision heads: set vision_tp=1", problem)
+    assert re.match(r"vision_tp=2 does not divide 25 vision heads: set vision_tp=1", problem)
     assert all(not tensor_problems(shape, 8, plan) for plan in ("pad_heads", "mlp_only", "replicate"))
     assert len(tensor_problems(shape, 16, "replicate")) == 1, "8 key/value heads"
 

@@ -26,6 +26,9 @@ WHOLE_WEIGHTS = ("single", "ddp", "zero1")
 SHARDED = ("zero2", "fsdp", "hsdp")
 """Strategies that FSDP2 carries out."""
 VISION_HEADS = ("split", "pad_heads", "mlp_only")
+VISION_PLANS = (*VISION_HEADS, "replicate")
+"""What tensor parallelism may do with the vision tower."""
+COMPRESSIONS = ("fp16", "bf16", "powersgd")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("zigzag", "contiguous")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
@@ -63,6 +66,8 @@ class ParallelConfig:
     contiguous."""
     pp_schedule: str = "1f1b"
     """gpipe, 1f1b, interleaved, zbv, dualpipev."""
+    compression: str = "none"
+    """ddp only: what gradients travel as: none (themselves), fp16, bf16, powersgd (low rank, with error feedback)."""
     prefetch: int = 0
     """zero2, fsdp, hsdp: blocks whose weights are asked for ahead of the one that computes; 0 leaves it to PyTorch."""
     vision_stages: int = 0
@@ -87,6 +92,7 @@ class ParallelConfig:
         for name, known in (
             ("strategy", STRATEGIES),
             ("vision_heads", VISION_HEADS),
+            ("compression", ("none", *COMPRESSIONS)),
             ("cp_method", CONTEXT_METHODS),
             ("cp_order", CONTEXT_ORDERS),
             ("pp_schedule", SCHEDULES),
@@ -124,6 +130,16 @@ class ParallelConfig:
             found.append(
                 f"parallel.strategy = {self.strategy!r} with tp = {self.tp}, pp = {self.pp}: its ranks exchange the "
                 "gradients of a whole model; choose 'fsdp' or 'zero2', or 'single' if no rank is left over for data"
+            )
+        if self.compression != "none" and self.strategy != "ddp":
+            found.append(
+                f"parallel.compression = {self.compression!r} with strategy = {self.strategy!r}: only ddp has a hook "
+                "for it; leave it out"
+            )
+        if self.prefetch and self.strategy not in SHARDED:
+            found.append(
+                f"parallel.prefetch = {self.prefetch} with strategy = {self.strategy!r}: it gathers no weights ahead; "
+                "leave it out"
             )
         if self.strategy == "single" and self.cp > 1:
             found.append(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
-from vlmcourse.commands.train import parse_overrides
-from vlmcourse.config import TrainConfig, check_world_size, load_config
+from vlmcourse.commands.train import check_degrees, parse_overrides
+from vlmcourse.config import TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
     DEFAULT_PORT,
     SlurmRequest,
@@ -141,7 +141,7 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
     if problems:
         raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
     nodes = count_nodes(args)
-    check_world_size(config.parallel.strategy, nodes * args.nproc_per_node)
+    check_degrees(config, nodes * args.nproc_per_node)
     if args.target == "k8s":
         toml = Path(args.config).read_text(encoding="utf-8-sig")
         return Launch(write_pytorchjob(pods, toml, tuple(train_flags(args))), submit="kubectl apply -f")

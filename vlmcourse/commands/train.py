@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.config import ConfigError, TrainConfig, check_files, load_config
-from vlmcourse.layout import find_layout
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
+from vlmcourse.planner.degrees import settle
+from vlmcourse.presets import get_model
 from vlmcourse.train.folder import aside, check_run_folder, check_steps_left, find_checkpoint, read_meta, run_folder
 
 JSON_KEYS = (
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
-    find_layout(config.parallel, args.nproc or 1)
+    check_degrees(config, args.nproc or 1)
     _check_start(args, config)
     try:
         return _train_here(args, config) if args.nproc is None else _start_ranks(args, config)
@@ -104,6 +105,12 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             overrides[key.strip()] = value.strip()
     return overrides
+
+
+def check_degrees(config: TrainConfig, world_size: int) -> None:
+    """Refuse a number of ranks, or degrees, that the run cannot use; see `settle`."""
+    shape = None if config.model.hf_folder else get_model(config.model.preset)
+    settle(config.parallel, world_size, shape, config.train.accumulation_steps)
 
 
 def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:

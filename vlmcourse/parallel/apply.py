@@ -24,6 +24,7 @@ from vlmcourse.config import ParallelConfig
 from vlmcourse.layout import SHARDED, Layout, find_layout
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
+from vlmcourse.parallel.compression import compress_gradients
 from vlmcourse.parallel.context import apply_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, find_units
@@ -31,7 +32,7 @@ from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.stages import LossSum, VLMStage
-from vlmcourse.parallel.tensor import apply_tensor
+from vlmcourse.parallel.tensor import apply_tensor, check_tensor
 
 
 def apply_strategy(
@@ -92,7 +93,10 @@ def _distribute(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: P
     if config.cp > 1:
         apply_context(as_vlm(model), place.group("cp"), config.cp_method, config.cp_order)
     if config.strategy in ("ddp", "zero1"):
-        return apply_ddp(model.to(ranks.device), ranks)
+        wrapped = apply_ddp(model.to(ranks.device), ranks)
+        if config.compression != "none":
+            compress_gradients(wrapped, config.compression)
+        return wrapped
     if config.strategy in SHARDED:  # moves to the device block by block, as it shards
         return apply_fsdp(
             model,
@@ -149,6 +153,8 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
 
 def _check_part(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:
     """Check one model, or one stage of a pipeline."""
+    if config.tp > 1:
+        check_tensor(as_vlm(unwrap(model)), config.vision_plan)
     is_ddp = isinstance(model, DistributedDataParallel)
     if config.strategy in ("ddp", "zero1"):
         if not is_ddp:

@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from vlmcourse.config import did_you_mean
+from vlmcourse.layout import COMPRESSIONS
+from vlmcourse.values import did_you_mean
 
-COMPRESSIONS = ("fp16", "bf16", "powersgd")
 NOT_OFFERED = {
     "batched_powersgd": "torch's batched_powerSGD_hook fails on gloo",
     "quantize_per_tensor": "torch's quantization hooks fail on gloo",

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmcourse.config import did_you_mean
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.network import Link, ring_messages, ring_sent_bytes
+from vlmcourse.values import did_you_mean
 
 MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 KIB = 2**10

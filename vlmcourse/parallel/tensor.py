@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from vlmcourse.models.vit import VisionTower
 from vlmcourse.models.vlm import VLM
-from vlmcourse.parallel.comm import gather_full, local_part
-from vlmcourse.parallel.padding import cut_to, pad_vision_heads, pad_vocabulary, plain_sizes
+from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.padding import pad_vision_heads, pad_vocabulary, plain_sizes
 from vlmcourse.parallel.tensor_styles import (
     Branch,
     Replicated,
@@ -39,9 +39,8 @@ from vlmcourse.parallel.tensor_styles import (
     check_sequence,
 )
 from vlmcourse.parallel.vocabulary import split_predict
-from vlmcourse.presets import VLMShape
+from vlmcourse.planner.degrees import tensor_problems
 
-VISION_PLANS: tuple[str, ...] = ("split", "pad_heads", "mlp_only", "replicate")
 Role = Literal["column", "row", "vocabulary", "wide norm", "norm", "whole"]
 ROLE_OF_LAYER: dict[str, Role] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column"),
@@ -90,40 +89,6 @@ def apply_tensor(model: VLM, mesh: DeviceMesh, *, vision: str = "split", sequenc
     _check_sequences_first(model, tp_degree, layout)
     check_tensor(model, vision)
     return model
-
-
-def tensor_problems(shape: VLMShape, tp_degree: int, vision: str) -> list[str]:
-    """Return what keeps a model from being split over `tp_degree` ranks, in words; nothing if it can be.
-
-    Args:
-        shape: of the model.
-        tp_degree: ranks of the `tp` axis.
-        vision: one of `VISION_PLANS`.
-    """
-    if vision not in VISION_PLANS:
-        return [f"vision = {vision!r}: choose one of {', '.join(map(repr, VISION_PLANS))}"]
-    numbers = {
-        "language heads": shape.language.num_heads,
-        "language key/value heads": shape.language.num_kv_heads,
-        "channels of the language MLP": shape.language.mlp_size,
-        "channels of the projector": shape.language.hidden_size,
-    }
-    if vision != "replicate":
-        numbers["channels of the vision MLP"] = shape.vision.mlp_size
-    problems = [
-        f"tp={tp_degree} does not divide {number} {what}: choose tp among the divisors of {number}"
-        for what, number in numbers.items()
-        if number % tp_degree
-    ]
-    num_heads = shape.vision.num_heads
-    if vision == "split" and num_heads % tp_degree:
-        num_added = -num_heads % tp_degree
-        problems.append(
-            f"tp={tp_degree} does not divide {num_heads} vision heads: set vision_tp=1 ('replicate', the whole vision "
-            f"tower on every rank), 'mlp_only' (attention on every rank, MLP split) or 'pad_heads' (add {num_added} of "
-            "zeros)"
-        )
-    return problems
 
 
 def roles(model: nn.Module, vision: str) -> Iterator[tuple[str, nn.Module, Role]]:
@@ -268,23 +233,6 @@ def describe_tensor_plan(model: VLM) -> dict[str, ParameterSplit]:
             tuple(local_part(parameter).shape),
         )
     return described
-
-
-def gather_plain_state(model: VLM, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Return whole parameters with the names and sizes of the plain model, without padding, on CPU.
-
-    Args:
-        model: from `apply_tensor`, also under FSDP2.
-        gradients: return `.grad` of the parameters that have one instead.
-
-    Communicates: an all-gather of every split tensor; every rank of the mesh must call it.
-    """
-    sizes, state = plain_sizes(model.shape), {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.grad if gradients else parameter
-        if tensor is not None:
-            state[name] = cut_to(gather_full(tensor), sizes[name])
-    return state
 
 
 def _say(placement: Placement) -> str:

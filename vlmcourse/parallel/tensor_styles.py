@@ -154,7 +154,8 @@ class VocabularyEmbedding(ParallelStyle):
         assert isinstance(module, nn.Embedding)
         distribute_own(module, device_mesh, Shard(0), self.src_data_rank)
 
-        def run(ids_BS: Tensor) -> Tensor:
+        def run(input: Tensor) -> Tensor:
+            ids_BS = input
             rows_VD = cast(DTensor, module.weight).to_local()
             own_ids_BS = ids_BS - device_mesh.get_local_rank() * rows_VD.shape[0]
             is_elsewhere_BS = (own_ids_BS < 0) | (own_ids_BS >= rows_VD.shape[0])

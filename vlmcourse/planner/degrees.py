@@ -9,9 +9,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from vlmcourse.layout import SHARDED, ParallelConfig, find_layout
-from vlmcourse.planner.stages import SCHEDULES, StageSplit, check_schedule, split_evenly, vision_apart
+from vlmcourse.layout import SHARDED, VISION_PLANS, ParallelConfig, find_layout
+from vlmcourse.planner.schedules import SCHEDULES, check_schedule
+from vlmcourse.planner.stages import StageSplit, split_evenly, vision_apart
 from vlmcourse.presets import VLMShape
+
+
+def settle(
+    config: ParallelConfig, world_size: int, shape: VLMShape | None, accumulation_steps: int
+) -> tuple[ParallelConfig, str]:
+    """Decide what auto leaves open and refuse what cannot run, before any rank starts or waits.
+
+    Args:
+        config: how the ranks share the work.
+        world_size: ranks of the run.
+        shape: of the model; None where it is not known yet.
+        accumulation_steps: micro-batches of an optimizer step.
+
+    Returns:
+        The configuration without auto, and the reason of the choice; it is empty where nothing was chosen.
+
+    Raises:
+        ValueError: if degrees, ranks, model and micro-batches do not fit together.
+    """
+    find_layout(config, world_size)
+    reason = ""
+    if shape is not None:
+        config, reason = resolve_auto(config, world_size, shape)
+        check_shape_divides(config, shape)
+    check_step(config, accumulation_steps)
+    return config, reason
 
 
 def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
@@ -20,12 +47,7 @@ def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
     Raises:
         ValueError: listing all that does not divide.
     """
-    found = []
-    for code, message, advice in find_indivisible(shape, config.tp, config.vision_degree):
-        if code != "vision_heads":
-            found.append(f"{message}: {advice}")
-        elif config.vision_heads == "split":
-            found.append(f"{message}: {advice}, or vision_heads to 'mlp_only' or 'pad_heads'")
+    found = tensor_problems(shape, config.tp, config.vision_plan)
     if config.cp_method == "ulysses":
         per_rank = shape.language.num_kv_heads // config.tp
         if per_rank % config.cp:
@@ -41,6 +63,25 @@ def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
     if found:
         listed = "\n".join(f"  - {problem}" for problem in found)
         raise ValueError(f"The model {shape.name!r} cannot be split as [parallel] says:\n{listed}")
+
+
+def tensor_problems(shape: VLMShape, tp: int, vision_plan: str) -> list[str]:
+    """Return what keeps a model from being split by tensor parallelism, each with what to change.
+
+    Args:
+        shape: the model.
+        tp: ranks that split each matrix.
+        vision_plan: one of `VISION_PLANS`, for the vision tower.
+    """
+    if vision_plan not in VISION_PLANS:
+        return [f"vision = {vision_plan!r}: choose one of {', '.join(map(repr, VISION_PLANS))}"]
+    found = []
+    for code, message, advice in find_indivisible(shape, tp, 1 if vision_plan == "replicate" else tp):
+        if vision_plan == "split" and code == "vision_heads":
+            found.append(f"{message}: {advice}, or vision_heads to 'mlp_only' or 'pad_heads'")
+        elif vision_plan == "split" or code not in ("vision_heads", "vision_hidden"):
+            found.append(f"{message}: {advice}")
+    return found
 
 
 def choose_split(config: ParallelConfig, shape: VLMShape) -> StageSplit:

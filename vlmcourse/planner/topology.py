@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcourse.config import did_you_mean
+from vlmcourse.values import did_you_mean
 
 CONNECTIONS = {
     "NV": "NVLink",

@@ -31,7 +31,7 @@ from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
 from vlmcourse.parallel.gather import gather_plain_model
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks
-from vlmcourse.planner.degrees import check_step, resolve_auto
+from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
@@ -93,10 +93,11 @@ class Trainer:
         if plain is None and config.model.hf_folder:
             plain = load_hf_folder(config.model.hf_folder)
         self.shape = plain.shape if plain is not None else get_model(config.model.preset)
-        self.parallel, reason = resolve_auto(config.parallel, self.ranks.world_size, self.shape)
+        self.parallel, reason = settle(
+            config.parallel, self.ranks.world_size, self.shape, config.train.accumulation_steps
+        )
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
-        check_step(self.parallel, config.train.accumulation_steps)
         self.place = find_place(self.parallel, self.ranks, self.shape)
         layout = self.place.layout
         forbid_tf32()

@@ -35,7 +35,7 @@ from vlmcourse.parallel.timeline import Action, bubble_fraction
 from vlmcourse.planner.schedules import SCHEDULES, ideal_bubble_fraction, stages_of_rank
 from vlmcourse.train.loss import token_loss_sum
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 ALL = CASES_OF_2 | CASES_OF_4
 
 
@@ -48,7 +48,7 @@ def single(tied: bool, frozen: tuple[str, ...]) -> Recording:
 def of_2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks recorded."""
     folder: Path = tmp_path_factory.mktemp("pipeline2")
-    run_worker("pipeline_worker.py", str(folder), nproc=2, timeout_s=110)
+    run_worker("pipeline_worker.py", str(folder), nproc=2, timeout_s=200)
     return [load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -56,7 +56,7 @@ def of_2(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def of_4(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four ranks recorded."""
     folder: Path = tmp_path_factory.mktemp("pipeline4")
-    run_worker("pipeline_worker.py", str(folder), nproc=4, timeout_s=110)
+    run_worker("pipeline_worker.py", str(folder), nproc=4, timeout_s=200)
     return [load(folder / f"rank{rank}.pt") for rank in range(4)]
 
 

@@ -33,14 +33,16 @@ class Combination:
     heads: int = 2
     """Of the vision tower."""
     tied: bool = False
+    starts_empty: bool = False
+    """Whether rank 0 alone has weights, and the others a model on the meta device."""
 
 
 COMBINATIONS: dict[str, Combination] = {
     "zero1": Combination(2, {"strategy": "zero1"}),
     "zero1, accumulation, frozen vision": Combination(2, {"strategy": "zero1"}, 2, ("vision",)),
-    "zero2": Combination(2, {"strategy": "zero2"}),
+    "zero2": Combination(2, {"strategy": "zero2"}, starts_empty=True),
     "zero2, accumulation, prefetch": Combination(2, {"strategy": "zero2", "prefetch": 2}, 2),
-    "fsdp, prefetch": Combination(2, {"strategy": "fsdp", "prefetch": 1}),
+    "fsdp, prefetch, tied": Combination(2, {"strategy": "fsdp", "prefetch": 1}, tied=True, starts_empty=True),
     "tp": Combination(2, {"tp": 2}, heads=2),
     "tp, odd heads padded, tied": Combination(2, {"tp": 2, "vision_heads": "pad_heads"}, heads=3, tied=True),
     "tp, odd heads whole, frozen vision": Combination(
@@ -57,9 +59,10 @@ COMBINATIONS: dict[str, Combination] = {
         2, {"pp": 2, "pp_schedule": "gpipe", "vision_stages": 1}, 2, tied=True
     ),
     "pp, interleaved, frozen vision": Combination(2, {"pp": 2, "pp_schedule": "interleaved"}, 4, ("vision",)),
+    "pp, frozen vision apart": Combination(2, {"pp": 2, "vision_stages": 1}, 2, ("vision",)),
     "pp, zbv": Combination(2, {"pp": 2, "pp_schedule": "zbv"}, 4),
     "pp, dualpipev": Combination(2, {"pp": 2, "pp_schedule": "dualpipev"}, 4),
-    "hsdp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2}, 2),
+    "hsdp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2}, 2, starts_empty=True),
     "zero1 on 4": Combination(4, {"strategy": "zero1"}, 2),
     "fsdp x tp": Combination(4, {"strategy": "fsdp", "tp": 2}, 2),
     "zero2 x tp, language alone": Combination(4, {"strategy": "zero2", "tp": 2, "vision_tp": 1}),
@@ -114,7 +117,8 @@ def check_placements(trainer: Trainer) -> None:
 
 def run(combination: Combination, ranks: Ranks, seed: int = WEIGHT_SEED) -> Recording:
     """Train and keep everything; one rank alone is the reference."""
-    model = build_model(divisible_shape(combination.heads, combination.tied), seed=seed)
+    device = "meta" if combination.starts_empty and not ranks.is_main else "cpu"
+    model = build_model(divisible_shape(combination.heads, combination.tied), device=device, seed=seed)
     samples = awkward_samples()
     config = config_of(combination, alone=ranks.world_size == 1)
     trainer = AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)

@@ -115,7 +115,11 @@ def test_a_rank_outside_the_grid_is_refused() -> None:
             ["vision_tp=2 does not divide 25 vision heads: set vision_tp=1, or vision_heads to 'mlp_only' or"],
         ),
         ("tiny", ParallelConfig(strategy="fsdp", cp=4, cp_method="ulysses"), ["set cp_method to 'ring'"]),
-        ("tiny", ParallelConfig(pp=4), ["a stage needs at least one layer; lower pp"]),
+        (
+            "tiny",
+            ParallelConfig(pp=6),
+            ["5 blocks cannot be split into 6 stages: each needs at least one block; lower pp"],
+        ),
     ],
 )
 def test_degrees_that_do_not_divide_a_model_are_all_named(model: str, config: ParallelConfig, words: list[str]) -> None:

@@ -173,8 +173,8 @@ def test_what_cannot_be_split_is_refused_before_anything_is_sent(two: list[dict[
         assert all(message.endswith("[0 collectives]") for message in said.values()), said
         assert said["3 vision heads"].startswith("vision_tp=2 does not divide 3 vision heads: set vision_tp=1")
         assert "tp=2 does not divide 1 key/value heads" in said["1 key/value head"]
-        assert "45 channels of the language MLP" in said["odd widths"]
-        assert "31 channels of the vision MLP" in said["odd widths"]
+        assert "tp=2 does not divide 45 as the language MLP width" in said["odd widths"]
+        assert "vision_tp=2 does not divide 31 as the vision MLP width" in said["odd widths"]
         assert "vision = 'half': choose one of 'split', 'pad_heads'" in said["no such plan"]
         assert "tp=2 does not divide a sequence of 33 positions" in said["33 positions"]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -52,6 +53,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, shards_state: 
                 weight_decay = config.weight_decay if decay else 0.0
                 group = {"params": parameters, "lr": base_lr, "weight_decay": weight_decay}
                 groups.append(group | {"tower": tower, "base_lr": base_lr})
+    if isinstance(model, PipelinedModel):
+        groups += _groups_of_other_stages(model, groups, config)
     if not groups:
         raise ValueError("every tower is frozen: nothing would train; leave one out of model.freeze")
     # The fused kernel updates all tensors of a group in one call: many small tensors otherwise cost more time in Python
@@ -60,6 +63,20 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, shards_state: 
     if shards_state:
         return shard_optimizer(groups, torch.optim.AdamW, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+def _groups_of_other_stages(
+    model: PipelinedModel, groups: list[dict[str, Any]], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Return an empty group for each tower that is trained on other stages only: every rank then tells all rates.
+
+    Communicates: one all-gather of a few names over the pipeline.
+    """
+    everyone: list[Any] = [None] * model.pipeline.pp
+    dist.all_gather_object(everyone, [group["tower"] for group in groups], group=model.pipeline.group)
+    missing = {tower for of_rank in everyone for tower in of_rank} - {group["tower"] for group in groups}
+    rates = {tower: getattr(config, f"lr_{tower}") for tower in TOWERS if tower in missing}
+    return [{"params": [], "lr": rate, "tower": tower, "base_lr": rate} for tower, rate in rates.items()]
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:

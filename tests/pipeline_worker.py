@@ -276,7 +276,8 @@ def main(folder: Path, parts: list[str]) -> None:
     halves = init_device_mesh("cpu", (ranks.world_size // 2, 2), mesh_dim_names=("pp", "dp"))
     if "runs" in parts:
         for name, case in (CASES_OF_2 if ranks.world_size == 2 else CASES_OF_4).items():
-            if len(parts)>1 and not any(part in name for part in parts[1:]): continue
+            if len(parts) > 1 and not any(part in name for part in parts[1:]):
+                continue
             print(name, time.process_time(), flush=True)
             found["runs"][name] = train(case, everyone if case.dp == "single" else halves)
     if "bugs" in parts:

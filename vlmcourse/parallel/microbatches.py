@@ -22,7 +22,6 @@ from vlmcourse.models.vlm import VLM, check_image_tokens
 from vlmcourse.presets import VLMShape
 
 
-
 @dataclass(frozen=True)
 class StepBatch:
     """All micro-batches of a step, stacked along the first dimension of every tensor."""

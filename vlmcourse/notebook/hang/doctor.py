@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ UNHELPFUL = ("computing", "died", "in_progress")
 """Kinds of diagnosis that do not explain why a rank failed."""
 WAITING = ("slow", "waiting", "finished_early")
 """Kinds that do not explain why a rank was aborted."""
+STARTING = "it is still starting"
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -90,7 +92,8 @@ class HangDoctor:
         if silent and (not is_hurried or any(state.wait for state in answers.values())):
             answers.update(self._read_stacks(silent))
         states = {**self._read_ends(group), **answers}  # being asked can itself make a rank go on, and fail
-        self.diagnosis = diagnose(states, describe_deaths(group.ends, states))
+        silent = {rank: "" if self._listens(rank) else STARTING for rank in running if rank not in states}
+        self.diagnosis = diagnose(states, describe_deaths(group.ends, states), silent)
 
     def examine_failure(self, group: RankGroup) -> None:
         """Ask the other ranks, if one failed because it waited in vain, or was aborted within a collective."""
@@ -109,8 +112,12 @@ class HangDoctor:
         group_of_look: RankGroup
         before: dict[int, RankState] = {}
         between_s, next_s, has_said = BETWEEN_LOOKS_S, time.monotonic() + QUIET_S, False
+        silent_since_s = math.inf  # until then, once a person has been told of it
         while True:
             while self._group is None or time.monotonic() < max(next_s, self._group.last_output_s + QUIET_S):
+                if self._group is not None and self._group.last_output_s > silent_since_s:
+                    self._say(f"the ranks went on after {self._group.last_output_s - silent_since_s:.0f} s")
+                    silent_since_s = math.inf
                 yield
             group_of_look = self._group
             number, end_s = self._ask(group_of_look.unfinished, 0.0), time.monotonic() + ANSWER_S
@@ -124,8 +131,8 @@ class HangDoctor:
                 self.diagnosis, self.is_deadlock = diagnose(now), True
             waited_s = time.monotonic() - group_of_look.last_output_s
             if not has_said and waited_s > SLOW_S and (line := describe_slow(now)):
-                self._say(line)
-                has_said = True
+                self._say(f"no output for {waited_s:.0f} s: {line}")
+                has_said, silent_since_s = True, group_of_look.last_output_s
             before = answers
             next_s, between_s = time.monotonic() + between_s, min(between_s * 1.2, MAX_BETWEEN_LOOKS_S)
             yield
@@ -221,9 +228,9 @@ def waited_in_vain(report: RankReport | None) -> bool:
 def describe_deaths(ends: Sequence[RankEnd], states: Mapping[int, RankState]) -> dict[int, str]:
     """Return how ranks ended that left no word, by rank."""
     return {
-        end.rank: describe_exit(end.exit_code)
+        end.rank: describe_exit(end.exit_code) if end.exit_code else "had ended its process (exit code 0)"
         for end in ends
-        if end.exit_code and not end.was_stopped and end.rank not in states
+        if not end.was_stopped and end.rank not in states
     }
 
 

@@ -36,6 +36,7 @@ POINT_TO_POINT = ("send", "recv")
 UNRECORDED = ("monitored_barrier",)
 """What leaves no entry in the flight record."""
 OWN_THREADS = ("hang doctor", "hang watch")
+MAX_HANDLES = 1000
 IDLE_THREADS = ("TMonitor",)
 """Classes of threads that only look on, such as that of tqdm."""
 SETUP = frozenset({"init_process_group", "new_group", "split_group", "_store_based_barrier", "rendezvous"})
@@ -106,11 +107,12 @@ class Observer:
         recent, is_whole = read_record()
         last = recent[-1] if recent and recent[-1].number > self._num_before.get(recent[-1].group, 0) else None
         lines = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
+        wait = find_wait(frames, recent, last if "gloo" in error.lower() else None)
         return RankState(
             rank=self.rank,
             status=status,
             stack=find_places(lines, with_conditions),
-            wait=find_wait(frames, recent, last if "gloo" in error.lower() else None),
+            wait=wait,
             uses_cpu=uses_cpu,
             recent=tuple(recent),
             groups=tuple(read_groups(self._num_before)),
@@ -120,6 +122,7 @@ class Observer:
             error=error,
             has_whole_record=is_whole,
             has_threads=has_threads(),
+            has_pending=has_pending(frames, recent, wait),
         )
 
     def _frames(self) -> list[FrameLine]:
@@ -138,18 +141,39 @@ class Observer:
 
 def has_threads() -> bool:
     """Whether threads of the person's run beside the main one: they may act on what the main thread waits for."""
-    return any(
+    known = threading.enumerate()
+    if any(
         thread is not threading.main_thread()
         and thread.name not in OWN_THREADS
         and type(thread).__name__ not in IDLE_THREADS
-        for thread in threading.enumerate()
-    )
+        for thread in known
+    ):
+        return True
+    # Compiled code runs Python in threads of its own, such as the callback of a collective.
+    return bool(sys._current_frames().keys() - {thread.ident for thread in known})
+
+
+def has_pending(frames: Sequence[FrameLine], recent: Sequence[Collective], wait: Wait | None) -> bool:
+    """Whether something has begun that has not ended, besides what the main thread waits for.
+
+    Messages leave no entry in gloo's flight record: their handles are looked for in the variables of the person's code.
+    """
+    awaited = wait.collective if wait is not None else None
+    if any(not entry.is_done and entry != awaited for entry in recent):
+        return True
+    for frame, _ in frames:
+        if is_shown(frame.f_code.co_filename):
+            for value in list(frame.f_locals.values()):
+                handles = value if type(value) in (list, tuple) else [value]
+                if any(is_handle(each) and not each.is_completed() for each in handles[:MAX_HANDLES]):
+                    return True
+    return False
 
 
 def read_record() -> tuple[list[Collective], bool]:
     """Return the last collectives of each group, in the order in which they began, and whether the record is whole."""
     bindings: Any = sys.modules.get("torch._C._distributed_c10d")
-    if bindings is None:
+    if not hasattr(bindings, "_dump_fr_trace_json"):  # not imported, or only half
         return [], True
     entries = json.loads(bindings._dump_fr_trace_json()).get("entries", [])
     kept: list[Collective] = []
@@ -177,7 +201,7 @@ def read_entry(entry: dict[str, Any]) -> Collective:
 def read_groups(num_before: dict[str, int]) -> list[Group]:
     """Return the process groups that this rank belongs to."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if module is None:
+    if not hasattr(module, "_world"):  # not imported, or only half
         return []
     world, found = module._world, []
     for group, ranks in list(world.pg_group_ranks.items()):
@@ -245,8 +269,12 @@ def waits_for_handle(frame: FrameType) -> bool | None:
     if not isinstance(call.func.value, ast.Name):
         return None
     name = call.func.value.id
-    handle = frame.f_locals.get(name, frame.f_globals.get(name))
-    return any(kind.__name__ in ("Work", "Future") and "torch" in kind.__module__ for kind in type(handle).__mro__)
+    return is_handle(frame.f_locals.get(name, frame.f_globals.get(name)), "Work", "Future")
+
+
+def is_handle(value: object, *names: str) -> bool:
+    """Whether a value is what PyTorch returns for a call that goes on by itself: of one of these classes, or `Work`."""
+    return any(kind.__name__ in (names or ("Work",)) and "torch" in kind.__module__ for kind in type(value).__mro__)
 
 
 def _read_call(frame: FrameType) -> ast.Call | None:

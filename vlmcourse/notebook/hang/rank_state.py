@@ -144,6 +144,8 @@ class RankState:
     """Whether the flight record goes back to the first collective; else those of rarely used groups may be lost."""
     has_threads: bool = False
     """Whether threads of the person's run beside the main one."""
+    has_pending: bool = False
+    """Whether it has begun a collective or a message that has not ended, besides the one that it waits in."""
 
     @property
     def place(self) -> Place | None:

@@ -1,14 +1,20 @@
 """From what every rank was doing to who waits for whom: without processes, so that every case can be had."""
 
+import _thread
 import dataclasses
 import sys
+import threading
+import time
 import types
+from pathlib import Path
 
 import pytest
+from notebook_kernel import wait_until
 
 from vlmcourse.notebook.hang.diagnosis import ADVICE, Diagnosis, describe_slow, diagnose
-from vlmcourse.notebook.hang.observer import Observer
-from vlmcourse.notebook.hang.places import find_conditions, is_shown
+from vlmcourse.notebook.hang.handlers import may_catch
+from vlmcourse.notebook.hang.observer import Observer, has_threads
+from vlmcourse.notebook.hang.places import find_conditions, frames_of_thread, is_shown
 from vlmcourse.notebook.hang.rank_state import (
     WORLD,
     Collective,
@@ -361,7 +367,7 @@ def test_messages_alone_are_a_deadlock_only_if_none_can_meet_its_partners(waits,
     [
         pytest.param({"has_pending": True}, id="a message is under way"),
         pytest.param({"has_threads": True}, id="a thread may send"),
-        pytest.param({"stack": (Place("cell", 5, "f", "recv(x)", is_guarded=True),)}, id="it is caught"),
+        pytest.param({"may_catch": True}, id="it may be caught"),
         pytest.param({"process_cpu_s": 1.0}, id="something is transferred"),
         pytest.param({"position": "elsewhere"}, id="it moved"),
         pytest.param({"status": "finished", "wait": None}, id="one has finished, and may have sent something"),
@@ -373,6 +379,65 @@ def test_messages_of_which_one_may_yet_come_are_no_deadlock(change: dict[str, ob
     assert is_deadlock(before, before, 2)
     now = {**before, 1: dataclasses.replace(before[1], **change)}  # type: ignore[arg-type]
     assert not is_deadlock(before, now, 2)
+
+
+CONTEXTS = """
+import contextlib
+class no_grad:
+    def __enter__(self): pass
+    def __exit__(self, *error): return False
+@contextlib.contextmanager
+def tolerate():
+    try: yield
+    except RuntimeError: pass
+def steps():
+    yield probe()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("probe()", False),
+        ("with no_grad(): probe()", False),
+        ("with no_grad() as a, no_grad():\n  for _ in range(1):\n    probe()", False),
+        ("[next(steps()) for _ in (1,)]", False),
+        ("try: pass\nexcept ValueError: pass\nprobe()", False),
+        ("try: 1 / 0\nexcept ZeroDivisionError as error: probe()", False),
+        ("try: probe()\nexcept ValueError: pass", True),
+        ("try: probe()\nfinally: x = 1", True),
+        ("with contextlib.suppress(RuntimeError): probe()", True),
+        ("with tolerate(): probe()", True),
+        ("with no_grad():\n  with tolerate():\n    probe()", True),
+        ("exec('try: probe()\\nexcept ValueError: pass')", True),
+        ("exec('with no_grad(): probe()')", True),  # its source is not known
+        ("def f():\n  try: g()\n  except ValueError: pass\ndef g(n=20): g(n - 1) if n else probe()\nf()", True),
+    ],
+)
+def test_an_error_may_be_caught_unless_everything_around_is_known_to_let_it_pass(
+    code: str, expected: bool, tmp_path: Path
+) -> None:
+    found: list[bool] = []
+
+    def probe() -> None:
+        frames, here = frames_of_thread(threading.get_ident()), sys._getframe()
+        outer = next(index for index, (frame, _) in enumerate(frames) if frame is test)
+        inner = next(index for index, (frame, _) in enumerate(frames) if frame is here)
+        found.append(may_catch(frames[inner + 1 : outer]))
+
+    test, source = sys._getframe(), tmp_path / "source.py"
+    source.write_text(CONTEXTS + code)
+    exec(compile(source.read_text(), str(source), "exec"), {"probe": probe})
+    assert found == [expected]
+
+
+def test_a_thread_that_only_the_interpreter_knows_may_act() -> None:
+    before, lock = has_threads(), threading.Lock()
+    with lock:
+        _thread.start_new_thread(lambda: lock.acquire(), ())
+        time.sleep(0.05)
+        assert has_threads()
+    assert wait_until(lambda: has_threads() is before, within_s=5)
 
 
 def test_a_person_is_told_of_messages_that_wait_but_not_of_ranks_that_are_starting() -> None:
@@ -400,7 +465,7 @@ def test_half_imported_torch_has_no_groups_and_no_record(monkeypatch: pytest.Mon
 
 
 def test_a_state_survives_its_file() -> None:
-    state = waiting(0, call(41), TRAINER, mesh(0), root=1, reduce_op="SUM")
+    state = waiting(0, call(41), TRAINER, mesh(0), root=1)
     assert from_json(to_json(state)) == state
     other = RankState(1, "failed", stack=cell(3, "x", Condition(2, "rank", False)), error="ValueError: no")
     assert from_json(to_json(other)) == other

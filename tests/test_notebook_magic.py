@@ -120,6 +120,13 @@ def test_equal_lines_of_all_ranks_are_one_line_and_appear_live(kernel: Kernel) -
     assert "[1] alone" in shown.stdout.splitlines()
 
 
+def test_a_rank_that_leaves_half_way_fails_the_cell(kernel: Kernel) -> None:
+    left = kernel.run("%%torchrun -n 2\nimport os\nif rank == 1: os._exit(0)").error
+    assert left.startswith("RankFailure: rank 1 of 2 ended the process (exit code 0) before the cell's last line")
+    waited = kernel.run("%%torchrun -n 2\nimport os, torch.distributed as d\nif rank: os._exit(0)\nd.barrier()").error
+    assert "rank 1: had ended its process (exit code 0)" in waited
+
+
 def test_only_the_ranks_asked_for_are_shown_but_an_error_of_any(kernel: Kernel) -> None:
     shown = kernel.run("""%%torchrun -n 3 --ranks 0,2
         from IPython.display import HTML, display

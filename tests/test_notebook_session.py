@@ -123,12 +123,16 @@ def test_magics_await_type_hints_main_guards_and_data_loader_workers_behave(sess
     assert "_thread.lock cannot travel" in session.run("%%torchrun --in lock\npass").error
 
 
-def test_an_exception_on_every_rank_leaves_the_session_as_it_was(session: Kernel) -> None:
+def test_an_exception_on_every_rank_leaves_the_session_as_it_was(session: Kernel, tmp_path: Path) -> None:
     session.run("%%torchrun\nkept = rank + 1")
     failed = session.run("%%torchrun\nkept += 1\nraise ValueError('on purpose')")
     assert failed.error.startswith("RankFailure: rank ") and "cell, line 3: ValueError: on purpose" in failed.error
     assert "session has ended" not in failed.error
     assert session.run("%%torchrun\nprint(kept)").lines(1) == ["3"]
+    mute = session.run("%%torchrun\nclass Mute(Exception):\n    def __str__(self): 1 / 0\nraise Mute")
+    assert mute.error.startswith("RankFailure: rank ") and "Mute: <exception str() failed>" in mute.error
+    (tmp_path / "bad.py").write_text("raise ValueError('in a file')")
+    assert "ValueError: in a file" in session.run(f"%%torchrun\n%run {tmp_path / 'bad.py'}").error
     assert "ends here" in session.run("%%torchrun\nraise SystemExit('ends here')").error
     assert session.run("%%torchrun\nprint(kept)").lines(0) == ["2"]
 
@@ -141,6 +145,9 @@ def test_an_exception_while_another_rank_waits_ends_the_session_and_says_so(sess
         dist.all_reduce(torch.ones(1))
     """)
     assert failed.error.startswith("SessionEnded: rank 0 of 2 failed in cell, line 4: ZeroDivisionError")
+    assert "rank 1 waits in all_reduce #1 (cell line 5" in failed.error
+    assert "rank 0 never entered it: it failed with ZeroDivisionError" in failed.error
+    assert "rank 1 did not stop within 1 s, so it had to be ended" in failed.error
     assert "begin another with %torchrun start" in failed.error
     assert session.processes() == []
     assert session.run("%%torchrun\nprint('alone')").lines(1) == ["alone"]  # without a session again
@@ -153,6 +160,17 @@ def test_ranks_out_of_step_end_the_session(session: Kernel) -> None:
         raise ValueError
     """)
     assert "SessionEnded" in failed.error and "out of step" in failed.error
+    assert session.processes() == []
+
+
+def test_a_cell_that_ends_well_out_of_step_ends_the_session_too(session: Kernel) -> None:
+    """Else the first collective of the next cell would be taken for the missing one, and give a wrong number."""
+    session.run("%%torchrun\nimport torch, torch.distributed as dist\nx = torch.ones(1)\ndist.barrier()")
+    fine = "%%torchrun\nhandle = dist.all_reduce(x, async_op=True)\ndist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
+    assert session.run(fine).error == ""
+    assert session.run("%%torchrun\nhandle.wait()\nif rank == 0: later = dist.isend(x, 1)").error == ""
+    ended = session.run("%%torchrun\nif rank == 0: handle = dist.all_reduce(x, async_op=True)").error
+    assert "SessionEnded: the ranks are out of step: rank 0 began a collective (all_reduce) that rank 1 did" in ended
     assert session.processes() == []
 
 
@@ -249,8 +267,9 @@ RankGroup.start = start
 
 
 def test_a_cell_past_its_time_leaves_a_usable_session_where_nothing_waits(session: Kernel) -> None:
-    shown = session.run("%%torchrun --timeout 1\nimport time\nkept = 7\ntime.sleep(50)")
+    shown = session.run("%%torchrun --timeout 1\nimport time\nkept = 7\nif rank == 1: time.sleep(50)")
     assert shown.error.startswith("RankTimeout: the cell was stopped after 1 s")
+    assert "rank 0 had finished; rank 1 is in cell line 4" in shown.error
     assert session.run("%%torchrun\nprint(kept)").lines(0) == ["7"]
 
 

@@ -22,6 +22,7 @@ from vlmcourse.notebook.jobs import BOOT, Job, JobFolder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError
 from vlmcourse.notebook.output_reader import OutputReader
+from vlmcourse.notebook.rank_names import name_ranks
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.variables import CannotTravelError, load_variables
 from vlmcourse.values import did_you_mean
@@ -108,7 +109,9 @@ def run_job(
         ) from None
     except RankFailure as error:
         with add_hint(namespace, has):
-            if options.launcher == "elastic":  # the reports are those of the last attempt, and have been read
+            if (
+                options.launcher == "elastic" or not error.ends
+            ):  # the reports are those of the last attempt, and have been read
                 raise error from None
             failure = build_failure(
                 error.ends, folder.read_reports(), folder.read_done(), is_explained=bool(doctor.text)
@@ -151,6 +154,12 @@ def launch(
         doctor=doctor,
         private_dir=folder.path,
     )
+    if left := sorted(set(range(options.nproc)) - folder.read_done()):
+        raise RankFailure(
+            f"{name_ranks(left)} of {options.nproc} ended the process (exit code 0) before the cell's last line: end a "
+            "cell with exit(0) or by its end, not with os._exit()",
+            rank=left[0],
+        )
     return folder
 
 

@@ -159,6 +159,14 @@ def write_outputs(folder: JobFolder, job: Job, namespace: Mapping[str, object]) 
         write_private(folder.outputs, data)
 
 
+def read_message(error: BaseException) -> str:
+    """Return what an exception says; what Python says of it where its `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def build_report(rank: int, error: BaseException, failed_at_s: float) -> RankReport:
     """Describe an exception, with its traceback beginning at the cell's own line."""
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -170,7 +178,7 @@ def build_report(rank: int, error: BaseException, failed_at_s: float) -> RankRep
         rank=rank,
         failed_at_s=failed_at_s,
         error_type=type(error).__name__,
-        error_message=str(error),
+        error_message=read_message(error),
         traceback="".join(traceback.format_exception(error.with_traceback(trace))),
         where=f"{FILE_NAME}, line {cell_lines[-1]}" if cell_lines else "",
     )

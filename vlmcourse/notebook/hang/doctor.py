@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from vlmcourse.notebook.failure import RankEnd, RankReport, describe_exit
+from vlmcourse.notebook.failure import LEFT, RankEnd, RankReport, describe_exit
 from vlmcourse.notebook.hang.diagnosis import Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.hang.listener import STACK_SIGNAL
 from vlmcourse.notebook.hang.observer import SAMPLE_S
@@ -83,7 +83,8 @@ class HangDoctor:
             group: the ranks.
             is_hurried: whether a person waits: ranks that only compute are then not asked twice.
         """
-        running = group.unfinished
+        ended = self._read_ends(group)  # ranks of a session, whose processes stay
+        running = [rank for rank in group.unfinished if rank not in ended]
         number = self._ask(running, SAMPLE_S)
         answers = self._wait_for(number, running, HURRIED_ANSWER_S if is_hurried else ANSWER_S)
         if is_hurried and len(answers) < len(running) and any(state.wait for state in answers.values()):
@@ -228,7 +229,7 @@ def waited_in_vain(report: RankReport | None) -> bool:
 def describe_deaths(ends: Sequence[RankEnd], states: Mapping[int, RankState]) -> dict[int, str]:
     """Return how ranks ended that left no word, by rank."""
     return {
-        end.rank: describe_exit(end.exit_code) if end.exit_code else "had ended its process (exit code 0)"
+        end.rank: describe_exit(end.exit_code) if end.exit_code else LEFT
         for end in ends
         if not end.was_stopped and end.rank not in states
     }

@@ -16,10 +16,12 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from vlmcourse.notebook.hang.handlers import may_catch
 from vlmcourse.notebook.hang.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
 from vlmcourse.notebook.hang.rank_state import WORLD, Collective, Group, RankState, Wait
 
@@ -95,7 +97,7 @@ class Observer:
         """Describe how this rank ended: at its end, or by an exception."""
         if error is None:
             return self._describe([], "finished", None, False)
-        return self._describe(frames_of_traceback(trace), "failed", None, True, f"{type(error).__name__}: {error}")
+        return self._describe(frames_of_traceback(trace), "failed", None, True, name_error(error))
 
     def observe_abort(self) -> RankState:
         """Describe how compiled code ends this rank, while its main thread still waits."""
@@ -122,6 +124,7 @@ class Observer:
             error=error,
             has_whole_record=is_whole,
             has_threads=has_threads(),
+            may_catch=status == "running" and may_catch(frames),
             has_pending=has_pending(frames, recent, wait),
         )
 
@@ -137,6 +140,11 @@ class Observer:
         if not hasattr(time, "pthread_getcpuclockid") or self._thread.ident is None:
             return None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+
+def name_error(error: BaseException) -> str:
+    """Return type and message of an exception as Python prints them: its `__str__` may itself fail."""
+    return "".join(traceback.format_exception_only(error)).strip().removeprefix(f"{type(error).__module__}.")
 
 
 def has_threads() -> bool:
@@ -184,6 +192,22 @@ def read_record() -> tuple[list[Collective], bool]:
         if not entry["is_p2p"] and num_of[group] <= RECENT_ENTRIES:
             kept.append(read_entry(entry))
     return kept[::-1], min((entry["record_id"] for entry in entries), default=0) == 0
+
+
+def read_begun(since: int) -> tuple[dict[str, list[str]] | None, int]:
+    """Return the names of the collectives of each group that began since an entry of the record, and the next entry.
+
+    None if the record does not go back so far.
+    """
+    bindings: Any = sys.modules.get("torch._C._distributed_c10d")
+    entries = json.loads(bindings._dump_fr_trace_json()).get("entries", [])
+    entries = sorted((each for each in entries if each["record_id"] >= since), key=lambda each: each["record_id"])
+    begun: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            begun.setdefault(entry["process_group"][0], []).append(read_entry(entry).op)
+    is_whole = not entries or entries[0]["record_id"] == since
+    return begun if is_whole else None, entries[-1]["record_id"] + 1 if entries else since
 
 
 def read_entry(entry: dict[str, Any]) -> Collective:
@@ -243,8 +267,8 @@ def find_wait(
         if names and names[0] in POINT_TO_POINT:
             return Wait(names[0], call, peer=_find_rank(calls[0].f_locals, "src", "dst"))
         if pending is not None and call not in UNRECORDED:
-            root, reduce_op = _read_arguments(calls[0].f_locals) if calls else (None, "")
-            return Wait("collective", call, pending, root=root, reduce_op=reduce_op)
+            root = _find_rank(calls[0].f_locals, "src", "dst") if calls else None
+            return Wait("collective", call, pending, root=root)
         is_setup = any(frame.f_code.co_name in SETUP for frame, _ in inner)
         return Wait("setup" if is_setup else "object", call)
     is_backward = bool(inner) and inner[0][0].f_code.co_name == "_engine_run_backward"
@@ -301,12 +325,6 @@ def _names_wait(frames: Sequence[FrameLine]) -> bool:
     (frame, line), *_ = frames
     places = find_places([(frame.f_code.co_filename, line, "")], with_conditions=False)
     return bool(places) and re.search(r"\.wait\(", places[0].text) is not None
-
-
-def _read_arguments(variables: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the root rank and the reduction of a call of `torch.distributed`, where it has them."""
-    reduce_op = str(variables["op"]).rpartition(".")[2] if "op" in variables else ""
-    return _find_rank(variables, "src", "dst"), reduce_op
 
 
 def _find_rank(variables: dict[str, Any], *names: str) -> int | None:

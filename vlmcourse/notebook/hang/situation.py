@@ -180,7 +180,7 @@ def is_deadlock(before: Mapping[int, RankState], now: Mapping[int, RankState], w
 def may_act(state: RankState) -> bool:
     """Whether a rank that waits may yet do something about it."""
     is_guess = state.wait is not None and not state.wait.is_certain
-    return state.has_threads or is_guess or any(place.is_guarded for place in state.stack)
+    return state.has_threads or state.may_catch or is_guess
 
 
 def _stood_still(before: RankState, now: RankState) -> bool:

@@ -149,11 +149,14 @@ def test_saving_a_sharded_model_on_rank_0_only(kernel: Kernel) -> None:
 def test_a_cell_that_passes_its_time_says_which_rank_the_others_wait_for(kernel: Kernel) -> None:
     shown = run(kernel, "if rank == 1:\n    time.sleep(100)\ndist.barrier()", timeout_s=4)
     if shown.error.startswith("RankTimeout"):
-        assert shown.error.startswith("RankTimeout: 2 ranks were stopped after 4 s, the limit of this run: all of them")
-        assert "--timeout SECONDS\nrank 0 waits in barrier #2 (cell line 7, `dist.barrier()`)" in shown.error
+        assert shown.error.startswith(
+            "RankTimeout: stopped after 4 s: all 2 ranks were still running. More time: --timeout 8"
+        )
+        assert "--timeout 8\nrank 0 waits in barrier #2 (cell line 7, `dist.barrier()`)" in shown.error
     else:  # the collective's own time, half of the cell's, was over
         assert shown.error.startswith("RankFailure: rank 0 waits in barrier #2 (cell line 7, `dist.barrier()`)")
         assert "rank 0 of 2 failed in cell, line 7: RuntimeError: Timed out" in shown.error
+        assert "A collective waits for half of --timeout at most (2 s of 4 s); more time: --timeout 8." in shown.error
     assert "rank 1 never entered it: it is in cell line 6, `time.sleep(100)`, under `if rank == 1`" in shown.error
     assert "It may still come" in shown.error
 

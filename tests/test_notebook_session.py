@@ -76,6 +76,15 @@ def test_rank_runs_a_cell_on_some_ranks(session: Kernel) -> None:
     assert session.run("name").outputs[-1][1]["text/plain"] == "'changed'"
     assert "the ranks are 0 to 1" in session.run("%%rank 0,2\npass").error
     assert "names no ranks" in session.run("%%rank one\npass").error
+    assert session.run("%%rank 0, 1\npass").error == ""
+    session.run("%%rank 0\nonly_there = 5")
+    assert "Only %%rank 0 has assigned only_there" in session.run("%%torchrun\nonly_there").error
+    assert "a script runs on all ranks" in session.run("%%rank 0 --save s.py\npass").error
+    assert "%%rank has no flag '--tmeout'" in session.run("%%rank 0 --tmeout 3\npass").error
+    assert "EOFError: a rank has no keyboard" in session.run("%%torchrun\ninput()").error
+    assert session.run("%%torchrun\n%cd -q /\nimport os; print(os.getcwd())").lines(1) == ["/"]
+    shown = session.run("%%rank 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()")
+    assert shown.error == "" and len(shown.pictures()) == 1
 
 
 def test_variables_travel_and_figures_show(session: Kernel) -> None:
@@ -150,7 +159,12 @@ def test_an_exception_while_another_rank_waits_ends_the_session_and_says_so(sess
     assert "rank 1 did not stop within 1 s, so it had to be ended" in failed.error
     assert "begin another with %torchrun start" in failed.error
     assert session.processes() == []
-    assert session.run("%%torchrun\nprint('alone')").lines(1) == ["alone"]  # without a session again
+    alone = session.run("%%torchrun\nprint('alone')")
+    assert alone.lines(1) == ["alone"]  # without a session again
+    assert "the session has ended: this cell runs on 2 ranks of its own, new and empty" in alone.stdout
+    assert session.run("%torchrun restart").stdout.startswith("the session had ended: this is another\n2 ranks are")
+    session.run("%%torchrun\nimport torch, torch.distributed as dist\ndist.destroy_process_group()")
+    assert "begin anew with %torchrun restart" in session.run("%%torchrun\ndist.barrier()").error
 
 
 def test_ranks_out_of_step_end_the_session(session: Kernel) -> None:
@@ -180,6 +194,7 @@ def test_a_cell_that_ends_well_out_of_step_ends_the_session_too(session: Kernel)
         pytest.param(
             "%%torchrun\ndist.all_reduce(x, group=g, async_op=True) if rank == 0 else 1 / 0\n1 / 0", id="group"
         ),
+        pytest.param("%%torchrun\ndist.broadcast(x, 1 - rank, async_op=True)\n1 / 0", id="each waits for the other"),
         pytest.param("%%torchrun\ndist.isend(x, 1) if rank == 0 else 1 / 0\n1 / 0", id="message"),
         pytest.param("%%rank 0\ndist.all_reduce(x, async_op=True)\n1 / 0", id="others not asked, failed"),
         pytest.param("%%rank 0\nhandle = dist.all_reduce(x, async_op=True)", id="others not asked"),
@@ -317,6 +332,7 @@ def test_status_stop_and_restart(session: Kernel) -> None:
     assert re.search(r"2 ranks since \d\d:\d\d:\d\d, 1 cells run, --timeout 60", status)
     assert re.search(r"rank 1: process \d+, [\d,]+ MiB in use", status)
     assert "is there already" in session.run("%torchrun start -n 3").error
+    assert session.run("%torchrun start -n 2").stdout.startswith("2 ranks are there already, with their variables")
     assert "the session has 2 ranks" in session.run("%%torchrun -n 3\npass").error
     assert "3 ranks are ready" in session.run("%torchrun restart -n 3").stdout
     assert "NameError" in session.run("%%torchrun\nx").error

@@ -91,6 +91,7 @@ def get_shell() -> RankShell:
     config.InteractiveShell.colors = "nocolor"
     existing = tempfile.gettempdir()  # IPython insists on a folder, and writes nothing into this one
     shell = RankShell.instance(config=config, ipython_dir=existing, user_module=module, user_ns=module.__dict__)
+    shell.db = {}  # where `%cd` keeps the folders that it has been in
     atexit.unregister(shell.atexit_operations)
     for name in ("exit", "quit", "open"):  # IPython's versions talk to a person; those of Python stay
         module.__dict__.pop(name, None)

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from vlmcourse.notebook.failure import LEFT, RankEnd, RankReport, describe_exit
 from vlmcourse.notebook.hang.diagnosis import Diagnosis, describe_slow, diagnose
@@ -43,6 +44,25 @@ WAITING = ("slow", "waiting", "finished_early")
 """Kinds that do not explain why a rank was aborted."""
 STARTING = "it is still starting"
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+class AskedRanks(Protocol):
+    """The ranks that can be asked."""
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """Those that are running."""
+        ...
+
+    @property
+    def ends(self) -> Sequence[RankEnd]:
+        """How the others ended."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
 
 
 class HangDoctor:
@@ -76,7 +96,11 @@ class HangDoctor:
         next(self._looks)
         return self.is_deadlock
 
-    def examine(self, group: RankGroup, is_hurried: bool = False) -> None:
+    def move_to(self, folder: JobFolder) -> None:
+        """Ask in another folder from now on: that of a new attempt."""
+        self._folder = folder
+
+    def examine(self, group: AskedRanks, is_hurried: bool = False) -> None:
         """Ask all ranks and make a diagnosis.
 
         Args:
@@ -154,7 +178,7 @@ class HangDoctor:
         """Return the answers to a question that have come."""
         return read_states({rank: self._folder.path / f"state-{rank}-{number}.json" for rank in ranks})
 
-    def _read_ends(self, group: RankGroup) -> dict[int, RankState]:
+    def _read_ends(self, group: AskedRanks) -> dict[int, RankState]:
         """Return what ranks that have finished or failed said at their end."""
         return read_states({rank: self._folder.path / f"end-{rank}.json" for rank in range(group.size)})
 

@@ -1,6 +1,8 @@
 """Parts of `%%torchrun` that need no process: flags, the text of the cell, variables, the private folder."""
 
+import re
 import stat
+import sys
 import threading
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import torch
 from IPython.core.inputtransformer2 import TransformerManager
 
 from vlmcourse.notebook.cell import CellSyntaxError, prepare_cell
-from vlmcourse.notebook.cell_run import explain_missing_name, select_variables
+from vlmcourse.notebook.cell_run import select_variables
+from vlmcourse.notebook.hints import explain_limit, explain_missing_group, explain_missing_name
 from vlmcourse.notebook.jobs import Job, open_job_folder, write_private
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options
+from vlmcourse.notebook.session_commands import START_FLAGS
 from vlmcourse.notebook.variables import CannotTravelError, dump_variables, load_variables
 from vlmcourse.notebook.worker import write_outputs
 
@@ -33,7 +37,18 @@ def test_flags_are_read_in_every_spelling() -> None:
         ("--timeot 2", "did you mean '--timeout'"),
         ("-n 2 two", "no argument 'two'"),
         ("-n two", "'two' cannot be used: must be a whole number"),
-        ("-n 0", "from 1 to 64"),
+        ("-n 0", "argument -n/--nproc: '0' cannot be used: must be from 1 to 64 on one machine"),
+        ("--n 2", "no flag '--n': write -n$"),
+        ("-np 2", "no flag '-np': write -n$"),
+        ("--nproc_per_node=2", "torchrun's --nproc-per-node is -n here"),
+        ("--help", "type %%torchrun. for help"),
+        ("-h", "type %%torchrun. for help"),
+        ("--standalone", "no flag '--standalone': not needed here: leave it out"),
+        ("train.py", "put the script's code into the cell, or run it there with %run"),
+        ("1", "no argument '1': for 1 rank write -n 1"),
+        ("--save my script.py", "'my' cannot be used: .*; quote a path with spaces"),
+        ("--launcher elastc", "did you mean 'elastic'. type %%torchrun. for help"),
+        ("-n 2 --ranks 0 1", "--ranks 0 1: '0 1' names no ranks: write numbers and ranges with commas between them"),
         ("-n 2.5", "must be a whole number"),
         ("--timeout soon", "'soon' cannot be used: must be a number of seconds"),
         ("--timeout 0", "above 0"),
@@ -48,6 +63,17 @@ def test_flags_are_read_in_every_spelling() -> None:
 def test_a_wrong_flag_says_what_to_change(line: str, message: str) -> None:
     with pytest.raises(CellOptionsError, match=message):
         parse_options(line)
+
+
+def test_the_line_magics_name_themselves_and_their_own_flags() -> None:
+    for line, message in (
+        ("2", "%torchrun start has no argument '2': for 2 ranks write -n 2"),
+        ("-m 2", "%torchrun start has no flag '-m': choose one of -n, --nproc, --timeout"),
+        ("--in a", "%torchrun start has no flag '--in': choose one of -n, --nproc, --timeout"),
+    ):
+        with pytest.raises(CellOptionsError, match=f"^{re.escape(message)}"):
+            parse_options(line, magic="%torchrun start", flags=START_FLAGS)
+    assert parse_options("-n4 --timeout=2", magic="%torchrun start", flags=START_FLAGS).nproc == 4
 
 
 def test_a_variable_that_the_notebook_lacks_is_named_with_the_nearest_one() -> None:
@@ -92,6 +118,29 @@ def test_what_cannot_travel_is_named_with_its_type(value: object) -> None:
         dump_variables("--in", {"innocent": 1, "guilty": value})
 
 
+def test_an_open_file_and_a_model_that_needs_ranks_are_refused_with_what_to_send_instead(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "w") as file, pytest.raises(CannotTravelError) as caught:
+        dump_variables("--in", {"f": file})
+    assert str(caught.value) == (
+        "--in f: a _io.TextIOWrapper cannot travel between the notebook and the ranks: an open file stays where it was "
+        "opened: send its path, or what is in it"
+    )
+    wrapped = object.__new__(torch.nn.parallel.DistributedDataParallel)
+    with pytest.raises(CannotTravelError, match=r"--out model: .*DistributedDataParallel .*`model = model.module`"):
+        dump_variables("--out", {"model": wrapped})
+    assert load_variables(dump_variables("--in", {"print": lambda: sys.stdout}))["print"]() is not None
+
+
+class Unbuildable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_cannot_be_built_is_named_with_its_type() -> None:
+    with pytest.raises(CannotTravelError, match=r"^x \(.*Unbuildable\) cannot be built on this side: ValueError"):
+        load_variables(dump_variables("--out", {"x": Unbuildable()}))
+
+
 def test_what_cannot_be_built_on_the_other_side_is_an_error_that_says_so() -> None:
     with pytest.raises(CannotTravelError, match="ModuleNotFoundError: No module named 'no_such_module'"):
         load_variables(b"cno_such_module\nThing\n.")
@@ -127,5 +176,23 @@ def test_a_name_that_only_the_notebook_has_gets_a_hint() -> None:
     assert "`import threading as steps` inside the cell" in explain_missing_name(trace, {"steps": threading})
     trace = trace.replace("steps", "threading")
     assert "`import threading` inside the cell" in explain_missing_name(trace, {"threading": threading})
-    assert "define threading inside the cell" in explain_missing_name(trace, {})
+    assert "`import threading` inside the cell" in explain_missing_name(trace, {})
+    assert "`import torch.distributed as dist` inside" in explain_missing_name(trace.replace("threading", "dist"), {})
+    trace = trace.replace("threading", "steps")
+    assert "define steps inside the cell" in explain_missing_name(trace, {})
+    only = explain_missing_name(trace, {}, assigned_by={"steps": "%%rank 0"})
+    assert only == "  Only %%rank 0 has assigned steps: run that cell with %%torchrun, on all ranks."
     assert explain_missing_name("ValueError: name 'steps' is not defined", {"steps": 3}) == ""
+
+
+def test_the_limit_that_struck_is_named_if_it_was_the_cells() -> None:
+    text = "RuntimeError: [pair.cc:542] Timed out waiting 3000ms for recv operation to complete"
+    assert explain_limit(text, 6) == (
+        "  A collective waits for half of --timeout at most (3 s of 6 s); more time: --timeout 12."
+    )
+    assert explain_limit(text, 300) == explain_limit("ValueError: 3000ms", 6) == ""
+
+
+def test_a_destroyed_group_is_explained() -> None:
+    assert "%torchrun restart" in explain_missing_group("ValueError: Default process group has not been initialized, x")
+    assert explain_missing_group("ValueError: something else") == ""

@@ -1,11 +1,20 @@
 """From what every rank was doing to who waits for whom: without processes, so that every case can be had."""
 
+import _thread
 import dataclasses
+import sys
+import threading
+import time
+import types
+from pathlib import Path
 
 import pytest
+from notebook_kernel import wait_until
 
 from vlmcourse.notebook.hang.diagnosis import ADVICE, Diagnosis, describe_slow, diagnose
-from vlmcourse.notebook.hang.places import find_conditions, is_shown
+from vlmcourse.notebook.hang.handlers import may_catch
+from vlmcourse.notebook.hang.observer import Observer, has_threads
+from vlmcourse.notebook.hang.places import find_conditions, frames_of_thread, is_shown
 from vlmcourse.notebook.hang.rank_state import (
     WORLD,
     Collective,
@@ -184,7 +193,9 @@ def test_a_rank_that_finished_early_and_one_that_died_are_named() -> None:
     assert found_in(*states, finished).finding.endswith("rank 2 never entered it: it had finished")
     dead = found_in(*states, died={2: "was killed by SIGKILL"})
     assert (dead.kind, dead.finding.partition("; ")[2]) == ("died", "rank 2 never entered it: it was killed by SIGKILL")
-    assert found_in(*states).finding.endswith("rank 2 never entered it: it left no answer")
+    assert found_in(*states).finding.endswith("; rank 2 left no answer")
+    silent = found_in(*states, silent={2: "its watcher failed"}).finding
+    assert silent.endswith("; rank 2 left no answer: its watcher failed") and "never" not in silent
 
 
 def test_saving_on_rank_0_only_is_recognised_by_what_it_calls() -> None:
@@ -319,8 +330,142 @@ def test_a_message_is_waited_for_in_vain_if_its_sender_waits_for_something_else(
         assert is_deadlock(now, now, 2) is is_certain
 
 
+def messages(*waits: Wait | None) -> dict[int, RankState]:
+    """Ranks in sends and receives; None for one that has not come so far."""
+    world = groups_of(len(waits))
+    return by_rank(*(RankState(rank, stack=cell(5), wait=wait, groups=world) for rank, wait in enumerate(waits)))
+
+
+def receive(peer: int | None) -> Wait:
+    return Wait("recv", "recv", peer=peer)
+
+
+def send(peer: int) -> Wait:
+    return Wait("send", "send", peer=peer)
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_certain"),
+    [
+        pytest.param((receive(1), receive(0)), True, id="both receive"),
+        pytest.param((send(1), send(0)), True, id="both send"),
+        pytest.param((receive(1), receive(2), receive(0)), True, id="a circle"),
+        pytest.param((receive(1), send(0)), False, id="they meet, if their tags do"),
+        pytest.param((receive(None), receive(0)), False, id="one receives from any rank"),
+        pytest.param((receive(1), receive(0), None), False, id="a third rank is at work"),
+        pytest.param((receive(1), None), False, id="the partner has not come so far"),
+        pytest.param((receive(2), receive(2), send(0)), False, id="one waits for its turn"),
+    ],
+)
+def test_messages_alone_are_a_deadlock_only_if_none_can_meet_its_partners(waits, is_certain: bool) -> None:
+    now = messages(*waits)
+    assert is_deadlock(now, now, len(waits)) is is_certain
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"has_pending": True}, id="a message is under way"),
+        pytest.param({"has_threads": True}, id="a thread may send"),
+        pytest.param({"may_catch": True}, id="it may be caught"),
+        pytest.param({"process_cpu_s": 1.0}, id="something is transferred"),
+        pytest.param({"position": "elsewhere"}, id="it moved"),
+        pytest.param({"status": "finished", "wait": None}, id="one has finished, and may have sent something"),
+        pytest.param({"wait": dataclasses.replace(receive(0), is_certain=False)}, id="only the line's text says so"),
+    ],
+)
+def test_messages_of_which_one_may_yet_come_are_no_deadlock(change: dict[str, object]) -> None:
+    before = messages(receive(1), receive(0))
+    assert is_deadlock(before, before, 2)
+    now = {**before, 1: dataclasses.replace(before[1], **change)}  # type: ignore[arg-type]
+    assert not is_deadlock(before, now, 2)
+
+
+CONTEXTS = """
+import contextlib
+class no_grad:
+    def __enter__(self): pass
+    def __exit__(self, *error): return False
+@contextlib.contextmanager
+def tolerate():
+    try: yield
+    except RuntimeError: pass
+def steps():
+    yield probe()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("probe()", False),
+        ("with no_grad(): probe()", False),
+        ("with no_grad() as a, no_grad():\n  for _ in range(1):\n    probe()", False),
+        ("[next(steps()) for _ in (1,)]", False),
+        ("try: pass\nexcept ValueError: pass\nprobe()", False),
+        ("try: 1 / 0\nexcept ZeroDivisionError as error: probe()", False),
+        ("try: probe()\nexcept ValueError: pass", True),
+        ("try: probe()\nfinally: x = 1", True),
+        ("with contextlib.suppress(RuntimeError): probe()", True),
+        ("with tolerate(): probe()", True),
+        ("with no_grad():\n  with tolerate():\n    probe()", True),
+        ("exec('try: probe()\\nexcept ValueError: pass')", True),
+        ("exec('with no_grad(): probe()')", True),  # its source is not known
+        ("def f():\n  try: g()\n  except ValueError: pass\ndef g(n=20): g(n - 1) if n else probe()\nf()", True),
+    ],
+)
+def test_an_error_may_be_caught_unless_everything_around_is_known_to_let_it_pass(
+    code: str, expected: bool, tmp_path: Path
+) -> None:
+    found: list[bool] = []
+
+    def probe() -> None:
+        frames, here = frames_of_thread(threading.get_ident()), sys._getframe()
+        outer = next(index for index, (frame, _) in enumerate(frames) if frame is test)
+        inner = next(index for index, (frame, _) in enumerate(frames) if frame is here)
+        found.append(may_catch(frames[inner + 1 : outer]))
+
+    test, source = sys._getframe(), tmp_path / "source.py"
+    source.write_text(CONTEXTS + code)
+    exec(compile(source.read_text(), str(source), "exec"), {"probe": probe})
+    assert found == [expected]
+
+
+def test_a_thread_that_only_the_interpreter_knows_may_act() -> None:
+    before, lock = has_threads(), threading.Lock()
+    with lock:
+        _thread.start_new_thread(lambda: lock.acquire(), ())
+        time.sleep(0.05)
+        assert has_threads()
+    assert wait_until(lambda: has_threads() is before, within_s=5)
+
+
+def test_a_person_is_told_of_messages_that_wait_but_not_of_ranks_that_are_starting() -> None:
+    line = describe_slow(messages(receive(1), receive(0)))
+    assert line.startswith("rank 0 waits to receive from rank 1 (cell line 5); rank 1 waits to receive from rank 0")
+    starting = RankState(0, wait=Wait("setup", "init_process_group"), groups=groups_of(2))
+    assert describe_slow(by_rank(starting)) == ""
+    assert describe_slow(by_rank(waiting(0, call(1), cell(4), groups_of(2)))) == ""  # rank 1 does not listen yet
+
+
+def test_a_collective_that_backward_began_gets_advice_about_batches() -> None:
+    world = groups_of(2)
+    backward = waiting(1, call(8), cell(7, "loss.backward()"), world, call="")
+    finished = RankState(0, "finished", recent=(call(7),), groups=world)
+    assert found_in(finished, backward).text.endswith("give every rank as many batches.")
+    assert "DDP averages" in found_in(waiting(0, call(8, "barrier", ()), cell(9), world), backward).text
+    assert "DDP" not in found_in(finished, waiting(1, call(8), cell(7, "dist.all_reduce(x)"), world)).text
+
+
+def test_half_imported_torch_has_no_groups_and_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    state = Observer(0).observe()
+    assert (state.status, state.groups, state.recent) == ("running", (), ())
+
+
 def test_a_state_survives_its_file() -> None:
-    state = waiting(0, call(41), TRAINER, mesh(0), root=1, reduce_op="SUM")
+    state = waiting(0, call(41), TRAINER, mesh(0), root=1)
     assert from_json(to_json(state)) == state
     other = RankState(1, "failed", stack=cell(3, "x", Condition(2, "rank", False)), error="ValueError: no")
     assert from_json(to_json(other)) == other

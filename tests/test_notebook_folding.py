@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlmcourse.notebook import kept_output
-from vlmcourse.notebook.flood import FloodLimit
+from vlmcourse.notebook.flood import LIMITS, FloodLimit
 from vlmcourse.notebook.folding import HOLD_S, FoldingPrinter, LineFolder
 from vlmcourse.notebook.jobs import remove_orphans
 from vlmcourse.notebook.kept_output import KeptOutput
@@ -186,7 +186,7 @@ def test_a_flood_shows_its_beginning_and_end_and_a_file_has_all(folder: Path) ->
     gap, *last = limit.finish()
     kept.close()
     (path,) = folder.iterdir()
-    assert gap == f"... 98,800 lines not shown; all of them: {path}"
+    assert gap == f"... 98,800 lines not shown {LIMITS}; all of them, until the kernel ends: {path}"
     assert last == [f"[0] {number}" for number in range(99_800, 100_000)]
     assert path.read_text().splitlines() == [f"[0] {number}" for number in range(100_000)]
     assert path.stat().st_mode & 0o777 == 0o600
@@ -231,7 +231,7 @@ def test_a_very_long_line_is_cut_with_its_length_and_many_count_as_more(folder: 
     limit = limited(kept)
     (line,) = limit.feed([("[0,1]", "x" * 1_000_000)], 0.0)
     (path,) = folder.iterdir()
-    assert line == f"[0,1] {'x' * 10_000} ... (1,000,000 characters; all of them: {path})"
+    assert line == f"[0,1] {'x' * 10_000} ... (1,000,000 characters; all of them, until the kernel ends: {path})"
     assert path.read_text() == f"[0,1] {'x' * 1_000_000}\n"
     shown = limit.feed([("[0]", "y" * 5_000)] * 1000, 0.0)
     assert 80 < len(shown) < 100
@@ -241,7 +241,9 @@ def test_a_file_that_cannot_be_written_costs_no_more_than_itself(monkeypatch: py
     monkeypatch.setattr(kept_output, "private_folder", lambda: folder / "gone")
     limit = limited()
     assert len(limit.feed(numbered(0, 3000), 0.0)) == 1000
-    assert limit.finish()[0] == "... 1,800 lines not shown; they could not be kept (No such file or directory)"
+    assert (
+        limit.finish()[0] == f"... 1,800 lines not shown {LIMITS}; they could not be kept (No such file or directory)"
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
@@ -252,7 +254,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
     assert kept._file is not None
     kept._file = open("/dev/full", "w")  # noqa: SIM115
     limit.feed(numbered(0, 200_000), 0.0)
-    assert "not shown; only the first lines, because of No space left on device: " in limit.finish()[0]
+    assert "; only the first lines, because of No space left on device, until the kernel ends: " in limit.finish()[0]
     kept.close()
 
 
@@ -262,7 +264,7 @@ def test_a_file_has_an_end(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Non
     limit = limited(kept)
     for first in range(0, 20_000, 1000):
         limit.feed(numbered(first, first + 1000), 0.0)
-    assert "only the first 50,000 characters: " in limit.finish()[0]
+    assert "only the first 50,000 characters, until the kernel ends: " in limit.finish()[0]
     kept.close()
     (path,) = folder.iterdir()
     assert 0 < path.stat().st_size <= 50_000

@@ -1,5 +1,7 @@
 """The hang doctor with real ranks: who waits where for whom, before anything is stopped."""
 
+import atexit
+import json
 import os
 import re
 import signal
@@ -18,6 +20,7 @@ from vlmcourse.notebook.hang.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.hang.listener import Listener
 from vlmcourse.notebook.hang.observer import RECORD_VARIABLE
 from vlmcourse.notebook.hang.rank_state import read_states
+from vlmcourse.notebook.hang.watch import Watcher
 from vlmcourse.notebook.jobs import JobFolder
 from vlmcourse.notebook.rank_group import RankGroup
 from vlmcourse.notebook.starting import DirectRank
@@ -146,11 +149,14 @@ def test_saving_a_sharded_model_on_rank_0_only(kernel: Kernel) -> None:
 def test_a_cell_that_passes_its_time_says_which_rank_the_others_wait_for(kernel: Kernel) -> None:
     shown = run(kernel, "if rank == 1:\n    time.sleep(100)\ndist.barrier()", timeout_s=4)
     if shown.error.startswith("RankTimeout"):
-        assert shown.error.startswith("RankTimeout: 2 ranks were stopped after 4 s, the limit of this run: all of them")
-        assert "--timeout SECONDS\nrank 0 waits in barrier #2 (cell line 7, `dist.barrier()`)" in shown.error
+        assert shown.error.startswith(
+            "RankTimeout: stopped after 4 s: all 2 ranks were still running. More time: --timeout 8"
+        )
+        assert "--timeout 8\nrank 0 waits in barrier #2 (cell line 7, `dist.barrier()`)" in shown.error
     else:  # the collective's own time, half of the cell's, was over
         assert shown.error.startswith("RankFailure: rank 0 waits in barrier #2 (cell line 7, `dist.barrier()`)")
         assert "rank 0 of 2 failed in cell, line 7: RuntimeError: Timed out" in shown.error
+        assert "A collective waits for half of --timeout at most (2 s of 4 s); more time: --timeout 8." in shown.error
     assert "rank 1 never entered it: it is in cell line 6, `time.sleep(100)`, under `if rank == 1`" in shown.error
     assert "It may still come" in shown.error
 
@@ -201,6 +207,19 @@ def test_messages_that_nobody_sends_are_named(kernel: Kernel) -> None:
     )
 
 
+def test_ranks_that_all_receive_end_the_cell_although_handles_of_before_are_still_in_variables(kernel: Kernel) -> None:
+    shown = run(
+        kernel,
+        """
+        handle = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        handle.wait()
+        dist.recv(x, src=1 - rank)
+        """,
+    )
+    assert shown.error.startswith("RankHang: rank 0 waits to receive from rank 1 (cell line 7, `dist.recv(")
+    assert "Every send needs a receive of its partner" in shown.error
+
+
 def test_groups_of_a_device_mesh_are_named(kernel: Kernel) -> None:
     shown = run(
         kernel,
@@ -238,8 +257,10 @@ def test_ranks_that_wait_for_a_slow_one_are_left_alone_and_the_person_is_told_on
     assert shown.lines(0) == shown.lines(1) == ["done"]
     told = [line for line in shown.stdout.splitlines() if "has not entered it" in line]
     assert len(told) == 1
+    assert re.search(r"^the ranks went on after \d+ s$", shown.stdout, re.MULTILINE)
     assert re.match(
-        r"rank 0 waits in all_reduce #2 \(cell line 9, .*\); rank 1 has not entered it: it is in cell line [78]",
+        r"no output for \d+ s: rank 0 waits in all_reduce #2 \(cell line 9, .*\); "
+        r"rank 1 has not entered it: it is in cell line [78]",
         told[0],
     )
 
@@ -256,13 +277,18 @@ def test_one_transfer_that_takes_long_is_not_called_a_hang(kernel: Kernel) -> No
     [
         pytest.param(
             """
+            import contextlib
             from datetime import timedelta
-            short = dist.new_group(timeout=timedelta(seconds=7))
-            if rank == 0:
+            @contextlib.contextmanager
+            def tolerate():
                 try:
-                    dist.barrier(group=short)
+                    yield
                 except RuntimeError:
                     print("gave up")
+            short = dist.new_group(timeout=timedelta(seconds=7))
+            with tolerate():
+                if rank == 0:
+                    dist.barrier(group=short)
             dist.barrier()
             """,
             id="a collective whose failure is caught",
@@ -291,6 +317,17 @@ def test_one_transfer_that_takes_long_is_not_called_a_hang(kernel: Kernel) -> No
                 dist.recv(torch.ones(1), 0); dist.all_reduce(x)
             """,
             id="a line that sleeps before it waits",
+        ),
+        pytest.param(
+            """
+            import threading
+            def send():
+                time.sleep(5)
+                dist.send(x, 1 - rank)
+            threading.Thread(target=send).start()
+            dist.recv(torch.ones(3), 1 - rank)
+            """,
+            id="a thread sends",
         ),
     ],
 )
@@ -438,6 +475,22 @@ def test_a_script_under_torchrun_prints_its_own_diagnosis_once_and_goes_on(tmp_p
     assert errors.count("hang.watch: no progress for") == 1
     assert "rank 0 waits in all_reduce #2 (train.py:12, `dist.all_reduce(x)`); " in errors
     assert "rank 1 never entered it: it is in train.py:11, `time.sleep(0.1)`, under `if rank == 1`" in errors
+
+
+def test_a_watcher_says_why_a_rank_has_not_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    watchers = [Watcher(tmp_path, 1.0, rank, 4) for rank in range(3)]
+    assert watchers[0]._explain_silence(3) == "it does not watch itself (hang.watch has not been called there)"
+    assert watchers[0]._explain_silence(1) == "its watcher did not answer within 3 s"
+    monkeypatch.setattr(watchers[1]._observer, "observe", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        watchers[1].run()
+    assert watchers[0]._explain_silence(1) == "its watcher failed with ZeroDivisionError: division by zero"
+    child = subprocess.Popen(["true"])
+    child.wait()
+    watchers[2]._about.write_text(json.dumps({**watchers[2]._about_process, "pid": child.pid}))
+    assert watchers[0]._explain_silence(2).startswith("had ended its process without a word")
 
 
 def test_watching_needs_a_launcher_and_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -120,6 +120,13 @@ def test_equal_lines_of_all_ranks_are_one_line_and_appear_live(kernel: Kernel) -
     assert "[1] alone" in shown.stdout.splitlines()
 
 
+def test_a_rank_that_leaves_half_way_fails_the_cell(kernel: Kernel) -> None:
+    left = kernel.run("%%torchrun -n 2\nimport os\nif rank == 1: os._exit(0)").error
+    assert left.startswith("RankFailure: rank 1 of 2 ended the process (exit code 0) before the cell's last line")
+    waited = kernel.run("%%torchrun -n 2\nimport os, torch.distributed as d\nif rank: os._exit(0)\nd.barrier()").error
+    assert "rank 1: had ended its process (exit code 0)" in waited
+
+
 def test_only_the_ranks_asked_for_are_shown_but_an_error_of_any(kernel: Kernel) -> None:
     shown = kernel.run("""%%torchrun -n 3 --ranks 0,2
         from IPython.display import HTML, display
@@ -142,8 +149,8 @@ def test_only_the_ranks_asked_for_are_shown_but_an_error_of_any(kernel: Kernel) 
         rank
     """)
     assert shown.error == ""
-    assert shown.stdout.splitlines() == ["[1] rank 1", "[1] <IPython.core.display.HTML object>", "[1] 1"]
-    assert [kind for kind, _ in shown.outputs if kind == "display"] == []
+    assert shown.stdout.splitlines() == ["[1] rank 1", "[1] 1"]
+    assert [kind for kind, _ in shown.outputs if kind == "display"] == ["display"]  # of the first rank that is shown
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,7 @@ def test_only_the_ranks_asked_for_are_shown_but_an_error_of_any(kernel: Kernel) 
     [
         ("--ranks 2", "--ranks 2: there is no rank 2: with -n 2 the ranks are 0 to 1"),
         ("-n 1 --ranks 0-3", "--ranks 0-3: there is no rank 3: with -n 1 the only rank is 0"),
-        ("--ranks all", "--ranks all: 'all' names no ranks: write numbers and ranges, such as 0,2-3"),
+        ("--ranks all", "--ranks all: 'all' names no ranks: write numbers and ranges with commas between them"),
         ("-n 4 --ranks 3-1", "--ranks 3-1: '3-1' names no ranks"),
         ("--ranks ''", "--ranks : '' names no ranks"),
         ("--ranks 0,", "--ranks 0,: '' names no ranks"),
@@ -164,6 +171,7 @@ def test_ranks_that_do_not_exist_are_refused(line: str, message: str) -> None:
 
 def test_ranks_are_read_as_numbers_and_ranges() -> None:
     assert parse_options("-n 8 --ranks 6-7,0,2-3,3").shown_ranks == (0, 2, 3, 6, 7)
+    assert parse_options("-n 4 --ranks 0, 2 --timeout 3").shown_ranks == (0, 2)
     assert parse_options("-n 3").shown_ranks == ()
 
 
@@ -176,7 +184,9 @@ def test_a_hundred_thousand_lines_a_rank_are_shown_by_their_ends_and_kept_in_a_f
     lines = [line for line in shown.stdout.splitlines() if not line.startswith("starting")]
     (at,) = (index for index, line in enumerate(lines) if line.startswith("... "))
     assert 1000 <= at < 1200 and len(lines) == at + 201
-    found = re.fullmatch(r"\.\.\. ([\d,]+) lines not shown; all of them: (/.*)", lines[at])
+    found = re.fullmatch(
+        r"\.\.\. ([\d,]+) lines not shown \(of a flood .*\); all of them, until the kernel ends: (/.*)", lines[at]
+    )
     assert found is not None
     assert int(found[1].replace(",", "")) + at + 200 == 200_000
     path = Path(found[2])
@@ -222,7 +232,11 @@ def test_displays_and_bars_keep_their_place_between_floods(kernel: Kernel) -> No
     assert len(shown.stdout.splitlines()) < 3000
     bars = [data["text/plain"] for kind, data in shown.outputs if kind == "update"]
     assert "3/3" in bars[-1]
-    assert re.search(r"^\[[\d,]+\] x{10000} \.\.\. \(1,000,000 characters; all of them: /", shown.stdout, re.MULTILINE)
+    assert re.search(
+        r"^\[[\d,]+\] x{10000} \.\.\. \(1,000,000 characters; all of them, until the kernel ends: /",
+        shown.stdout,
+        re.MULTILINE,
+    )
 
 
 def test_mixed_failures_are_listed_with_the_killed_rank_first(kernel: Kernel) -> None:
@@ -368,7 +382,9 @@ def test_help_is_complete(kernel: Kernel) -> None:
         "--ranks 0,2-3",
         "--timeout SECONDS",
         "init_ranks()",
-        "Examples:",
+        "For example:",
+        "A rank is one of the processes",
+        "start and restart take -n",
     ):
         assert word in help_text
 

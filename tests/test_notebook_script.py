@@ -102,6 +102,15 @@ x = 1; rank, total.sum().item()
     assert printed == {"0": [*shown.lines(0), f"total = {total}"], "1": shown.lines(1)}
 
 
+def test_names_that_only_earlier_cells_define_are_told() -> None:
+    body = "import os as o\ndef f(a: int):\n    return a + y + later\nlater = [z for z in steps]\nprint(f(x), rank, o)"
+    script = script_of(body, "--in steps", steps=[1])
+    assert script.undefined == ("x", "y")
+    assert "it uses x, y without defining it: add the lines" in describe_script(script, CellOptions())
+    assert script_of("for i in (1,): pass\nclass A: b = i\nA, __name__, device").undefined == ()
+    assert script_of("from math import *\nsqrt(2)").undefined == ()
+
+
 @pytest.mark.notebook
 @pytest.mark.timeout(240)
 def test_show_prints_instead_of_running_and_the_slurm_script_runs(kernel: Kernel, folder: Path) -> None:

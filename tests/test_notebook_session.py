@@ -76,6 +76,15 @@ def test_rank_runs_a_cell_on_some_ranks(session: Kernel) -> None:
     assert session.run("name").outputs[-1][1]["text/plain"] == "'changed'"
     assert "the ranks are 0 to 1" in session.run("%%rank 0,2\npass").error
     assert "names no ranks" in session.run("%%rank one\npass").error
+    assert session.run("%%rank 0, 1\npass").error == ""
+    session.run("%%rank 0\nonly_there = 5")
+    assert "Only %%rank 0 has assigned only_there" in session.run("%%torchrun\nonly_there").error
+    assert "a script runs on all ranks" in session.run("%%rank 0 --save s.py\npass").error
+    assert "%%rank has no flag '--tmeout'" in session.run("%%rank 0 --tmeout 3\npass").error
+    assert "EOFError: a rank has no keyboard" in session.run("%%torchrun\ninput()").error
+    assert session.run("%%torchrun\n%cd -q /\nimport os; print(os.getcwd())").lines(1) == ["/"]
+    shown = session.run("%%rank 1\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()")
+    assert shown.error == "" and len(shown.pictures()) == 1
 
 
 def test_variables_travel_and_figures_show(session: Kernel) -> None:
@@ -123,12 +132,16 @@ def test_magics_await_type_hints_main_guards_and_data_loader_workers_behave(sess
     assert "_thread.lock cannot travel" in session.run("%%torchrun --in lock\npass").error
 
 
-def test_an_exception_on_every_rank_leaves_the_session_as_it_was(session: Kernel) -> None:
+def test_an_exception_on_every_rank_leaves_the_session_as_it_was(session: Kernel, tmp_path: Path) -> None:
     session.run("%%torchrun\nkept = rank + 1")
     failed = session.run("%%torchrun\nkept += 1\nraise ValueError('on purpose')")
     assert failed.error.startswith("RankFailure: rank ") and "cell, line 3: ValueError: on purpose" in failed.error
     assert "session has ended" not in failed.error
     assert session.run("%%torchrun\nprint(kept)").lines(1) == ["3"]
+    mute = session.run("%%torchrun\nclass Mute(Exception):\n    def __str__(self): 1 / 0\nraise Mute")
+    assert mute.error.startswith("RankFailure: rank ") and "Mute: <exception str() failed>" in mute.error
+    (tmp_path / "bad.py").write_text("raise ValueError('in a file')")
+    assert "ValueError: in a file" in session.run(f"%%torchrun\n%run {tmp_path / 'bad.py'}").error
     assert "ends here" in session.run("%%torchrun\nraise SystemExit('ends here')").error
     assert session.run("%%torchrun\nprint(kept)").lines(0) == ["2"]
 
@@ -141,9 +154,17 @@ def test_an_exception_while_another_rank_waits_ends_the_session_and_says_so(sess
         dist.all_reduce(torch.ones(1))
     """)
     assert failed.error.startswith("SessionEnded: rank 0 of 2 failed in cell, line 4: ZeroDivisionError")
+    assert "rank 1 waits in all_reduce #1 (cell line 5" in failed.error
+    assert "rank 0 never entered it: it failed with ZeroDivisionError" in failed.error
+    assert "rank 1 did not stop within 1 s, so it had to be ended" in failed.error
     assert "begin another with %torchrun start" in failed.error
     assert session.processes() == []
-    assert session.run("%%torchrun\nprint('alone')").lines(1) == ["alone"]  # without a session again
+    alone = session.run("%%torchrun\nprint('alone')")
+    assert alone.lines(1) == ["alone"]  # without a session again
+    assert "the session has ended: this cell runs on 2 ranks of its own, new and empty" in alone.stdout
+    assert session.run("%torchrun restart").stdout.startswith("the session had ended: this is another\n2 ranks are")
+    session.run("%%torchrun\nimport torch, torch.distributed as dist\ndist.destroy_process_group()")
+    assert "begin anew with %torchrun restart" in session.run("%%torchrun\ndist.barrier()").error
 
 
 def test_ranks_out_of_step_end_the_session(session: Kernel) -> None:
@@ -156,12 +177,24 @@ def test_ranks_out_of_step_end_the_session(session: Kernel) -> None:
     assert session.processes() == []
 
 
+def test_a_cell_that_ends_well_out_of_step_ends_the_session_too(session: Kernel) -> None:
+    """Else the first collective of the next cell would be taken for the missing one, and give a wrong number."""
+    session.run("%%torchrun\nimport torch, torch.distributed as dist\nx = torch.ones(1)\ndist.barrier()")
+    fine = "%%torchrun\nhandle = dist.all_reduce(x, async_op=True)\ndist.send(x, 1) if rank == 0 else dist.recv(x, 0)"
+    assert session.run(fine).error == ""
+    assert session.run("%%torchrun\nhandle.wait()\nif rank == 0: later = dist.isend(x, 1)").error == ""
+    ended = session.run("%%torchrun\nif rank == 0: handle = dist.all_reduce(x, async_op=True)").error
+    assert "SessionEnded: the ranks are out of step: rank 0 began a collective (all_reduce) that rank 1 did" in ended
+    assert session.processes() == []
+
+
 @pytest.mark.parametrize(
     "cell",
     [
         pytest.param(
             "%%torchrun\ndist.all_reduce(x, group=g, async_op=True) if rank == 0 else 1 / 0\n1 / 0", id="group"
         ),
+        pytest.param("%%torchrun\ndist.broadcast(x, 1 - rank, async_op=True)\n1 / 0", id="each waits for the other"),
         pytest.param("%%torchrun\ndist.isend(x, 1) if rank == 0 else 1 / 0\n1 / 0", id="message"),
         pytest.param("%%rank 0\ndist.all_reduce(x, async_op=True)\n1 / 0", id="others not asked, failed"),
         pytest.param("%%rank 0\nhandle = dist.all_reduce(x, async_op=True)", id="others not asked"),
@@ -249,8 +282,9 @@ RankGroup.start = start
 
 
 def test_a_cell_past_its_time_leaves_a_usable_session_where_nothing_waits(session: Kernel) -> None:
-    shown = session.run("%%torchrun --timeout 1\nimport time\nkept = 7\ntime.sleep(50)")
+    shown = session.run("%%torchrun --timeout 1\nimport time\nkept = 7\nif rank == 1: time.sleep(50)")
     assert shown.error.startswith("RankTimeout: the cell was stopped after 1 s")
+    assert "rank 0 had finished; rank 1 is in cell line 4" in shown.error
     assert session.run("%%torchrun\nprint(kept)").lines(0) == ["7"]
 
 
@@ -298,6 +332,7 @@ def test_status_stop_and_restart(session: Kernel) -> None:
     assert re.search(r"2 ranks since \d\d:\d\d:\d\d, 1 cells run, --timeout 60", status)
     assert re.search(r"rank 1: process \d+, [\d,]+ MiB in use", status)
     assert "is there already" in session.run("%torchrun start -n 3").error
+    assert session.run("%torchrun start -n 2").stdout.startswith("2 ranks are there already, with their variables")
     assert "the session has 2 ranks" in session.run("%%torchrun -n 3\npass").error
     assert "3 ranks are ready" in session.run("%torchrun restart -n 3").stdout
     assert "NameError" in session.run("%%torchrun\nx").error

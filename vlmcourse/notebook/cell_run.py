@@ -5,30 +5,24 @@ Enters: a prepared cell and its options. Leaves: the variables of `--out`, or an
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from vlmcourse.notebook.cell import PreparedCell
 from vlmcourse.notebook.elastic import run_elastic
 from vlmcourse.notebook.failure import RankFailure, RankHang, RankTimeout, build_failure
 from vlmcourse.notebook.hang.doctor import HangDoctor
+from vlmcourse.notebook.hints import START_EMPTY, add_hint
 from vlmcourse.notebook.jobs import BOOT, Job, JobFolder
 from vlmcourse.notebook.launcher import run_ranks
 from vlmcourse.notebook.options import CellOptions, CellOptionsError
 from vlmcourse.notebook.output_reader import OutputReader
+from vlmcourse.notebook.rank_names import name_ranks
 from vlmcourse.notebook.starting import RANK_ENVIRONMENT, RankStarter, readable_path
 from vlmcourse.notebook.variables import CannotTravelError, load_variables
 from vlmcourse.values import did_you_mean
-
-START_EMPTY = "Ranks start empty but for rank, world_size and device"
-IN_SESSION = "The ranks of the session keep what its cells have assigned"
-SESSION_LOST = "The session has ended, and this cell ran on new, empty ranks"
 
 
 class RanksInterrupted(KeyboardInterrupt):
@@ -72,6 +66,7 @@ def build_job(options: CellOptions, prepared: PreparedCell, token: str, *, main_
         sys_path=readable_path(),
         token=token,
         main_rank=main_rank,
+        shown_rank=options.shown_ranks[0] if options.shown_ranks and options.nnodes[1] == 1 else main_rank,
     )
 
 
@@ -102,13 +97,13 @@ def run_job(
         raise error from None
     except RankTimeout as error:
         raise RankTimeout(
-            f"{error}; --timeout {options.timeout_s:g} set it: give the cell more time with --timeout SECONDS"
+            f"{error}. More time: --timeout {2 * options.timeout_s:g}"
             + (f"\n{doctor.text}" if doctor.text else ", or look for a rank that waits for another"),
             ends=error.ends,
         ) from None
     except RankFailure as error:
-        with add_hint(namespace, has):
-            if options.launcher == "elastic":  # the reports are those of the last attempt, and have been read
+        with add_hint(namespace, has, options.timeout_s):
+            if options.launcher == "elastic" or not error.ends:  # nothing more is known: reports have been read
                 raise error from None
             failure = build_failure(
                 error.ends, folder.read_reports(), folder.read_done(), is_explained=bool(doctor.text)
@@ -135,6 +130,7 @@ def launch(
             on_idle=show.idle,
             on_attempt=show.read_from,
             say=show.say,
+            doctor=doctor,
         ).folder
     is_forked = options.launcher == "fork"
     if is_forked:
@@ -151,33 +147,13 @@ def launch(
         doctor=doctor,
         private_dir=folder.path,
     )
+    if left := sorted(set(range(options.nproc)) - folder.read_done()):
+        raise RankFailure(
+            f"{name_ranks(left)} of {options.nproc} ended the process (exit code 0) before the cell's last line: end a "
+            "cell with exit(0) or by its end, not with os._exit()",
+            rank=left[0],
+        )
     return folder
-
-
-@contextlib.contextmanager
-def add_hint(namespace: Mapping[str, Any], has: str = START_EMPTY) -> Iterator[None]:
-    """Add to a failure how a rank gets the name that it has not; `has` says what it has."""
-    try:
-        yield
-    except RankFailure as failure:
-        if hint := explain_missing_name(failure.rank_traceback, namespace, has):
-            failure.args = (f"{failure}\n{hint}",)
-        raise
-
-
-def explain_missing_name(rank_traceback: str, namespace: Mapping[str, Any], has: str = START_EMPTY) -> str:
-    """Say how a rank gets a name that it has not; empty where that was not the problem."""
-    found = re.search(r"^NameError: name '(\w+)' is not defined", rank_traceback, re.MULTILINE)
-    if found is None or hasattr(builtins, found[1]):
-        return ""
-    name = found[1]
-    if name not in namespace:
-        return f"  {has}: define {name} inside the cell."
-    value = namespace[name]
-    if isinstance(value, ModuleType):
-        statement = f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
-        return f"  {has}: `{statement}` inside the cell."
-    return f"  {has}: send the notebook's {name} with --in {name}, or define it inside the cell."
 
 
 def read_outputs(folder: JobFolder, names: tuple[str, ...]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ prints of its own is read for how ranks ended, and shown only where nothing else
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from vlmcourse.notebook.elastic_group import AGENT, Attempt, ElasticGroup, list_ends
 from vlmcourse.notebook.failure import RankFailure, RankTimeout, build_failure, describe_exit
+from vlmcourse.notebook.hang.doctor import HangDoctor
 from vlmcourse.notebook.jobs import ELASTIC_BOOT, JobFolder
 from vlmcourse.notebook.launcher import build_environment
 from vlmcourse.notebook.options import CellOptions
@@ -48,6 +50,7 @@ def run_elastic(
     on_idle: OnIdle,
     on_attempt: Callable[[JobFolder], None],
     say: Callable[[str], None],
+    doctor: HangDoctor,
 ) -> ElasticResult:
     """Run the ranks of a cell under `torchrun` and wait for them; whatever ends this call, none is left running.
 
@@ -60,6 +63,7 @@ def run_elastic(
         on_idle: called many times a second.
         on_attempt: called with the folder of every new attempt before its first line.
         say: called with a line about restarts and other machines.
+        doctor: finds out what the ranks of the last attempt do, before they are stopped.
     Raises:
         RankFailure: if the last attempt failed, with the failing rank's traceback; `RankTimeout` if time ran out.
         RuntimeError: if the machine could not start a process.
@@ -69,6 +73,7 @@ def run_elastic(
         if len(group.attempts) > 1:
             say(describe_restart(group, options))
         on_attempt(attempt.folder)
+        doctor.move_to(attempt.folder)
 
     if options.nnodes[1] > 1:
         say(describe_waiting(options))
@@ -82,6 +87,13 @@ def run_elastic(
         try:
             group.start(AGENT, lambda env: DirectRank(command, env, folder.path), environment)
             group.wait(until_s=started_s + options.timeout_s)
+            if group.unfinished and group.attempts:
+                doctor.examine(group.attempts[-1])
+        except KeyboardInterrupt:
+            if group.attempts:
+                with contextlib.suppress(KeyboardInterrupt):
+                    doctor.examine(group.attempts[-1], is_hurried=True)
+            raise
         finally:
             was_running = bool(group.unfinished)
             group.stop()
@@ -131,10 +143,10 @@ def describe_restart(group: ElasticGroup, options: CellOptions) -> str:
 
 def describe_timeout(group: ElasticGroup, options: CellOptions) -> str:
     """Say what was still running, or was still waited for, when the time was up."""
-    limit = f"{options.timeout_s:g} s, the limit of this run"
+    limit = f"{options.timeout_s:g} s"
     if group.attempts:
         ranks = sorted(group.attempts[-1].rank_of_pid.values())
-        return f"torchrun and its {name_ranks(ranks)} were stopped after {limit}"
+        return f"stopped after {limit}: torchrun and its {name_ranks(ranks)} were still running"
     if options.nnodes[1] > 1:
         return f"no rank had started after {limit}: the other machines did not come to {find_endpoint(options)}"
     return f"no rank had started after {limit}"

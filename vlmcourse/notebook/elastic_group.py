@@ -44,6 +44,21 @@ class Attempt:
     rank_of_pid: dict[int, int] = field(default_factory=dict)
     local_ranks: set[int] = field(default_factory=set)
 
+    @property
+    def unfinished(self) -> list[int]:
+        """The ranks of this machine: only `torchrun` knows which have ended, and those have said so themselves."""
+        return sorted(self.rank_of_pid.values())
+
+    @property
+    def ends(self) -> tuple[RankEnd, ...]:
+        """How ranks ended: not known while `torchrun` runs."""
+        return ()
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are on all machines."""
+        return self.world_size
+
 
 class RankOutput:
     """The output of one rank, in the shape in which `RankGroup` reads that of its own processes."""

@@ -37,6 +37,8 @@ SOURCE_PLACE = re.compile(r"^\[[^\]\s]*\.\w+:\d+\] ")
 """Where in PyTorch's own source gloo found the trouble: of no use to a learner."""
 MAX_LINE_CHARS = 160
 FINISHED = "had finished"
+LEFT = "had ended its process (exit code 0)"
+"""What became of a rank that did not run its code to the end, though its process says that all is well."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def find_root(ends: Sequence[RankEnd], reports: Mapping[int, RankReport]) -> Ran
 def build_failure(
     ends: Sequence[RankEnd],
     reports: Mapping[int, RankReport],
-    finished: Collection[int] = (),
+    finished: Collection[int] | None = None,
     world_size: int | None = None,
     is_explained: bool = False,
 ) -> RankFailure:
@@ -175,7 +177,8 @@ def build_failure(
     Args:
         ends: how every rank ended.
         reports: the exceptions that ranks wrote down, by rank.
-        finished: ranks that had run their code to its end, even if they were stopped afterwards.
+        finished: ranks that had run their code to its end, even if they were stopped afterwards; by default those
+            whose process ended well.
         world_size: how many ranks there are, where some are on other machines; by default as many as `ends`.
         is_explained: whether it is said elsewhere whom the rank waited for.
     """
@@ -205,9 +208,11 @@ def _failed_by_itself(end: RankEnd, report: RankReport | None) -> bool:
     return not end.was_stopped
 
 
-def _describe_other(end: RankEnd, report: RankReport | None, finished: Collection[int]) -> str:
-    if end.exit_code == 0 or end.rank in finished:
+def _describe_other(end: RankEnd, report: RankReport | None, finished: Collection[int] | None) -> str:
+    if end.rank in finished if finished is not None else end.exit_code == 0:
         return FINISHED
+    if end.exit_code == 0:
+        return LEFT
     if not _failed_by_itself(end, report):
         return "stopped"
     if report is None:

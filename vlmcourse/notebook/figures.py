@@ -1,12 +1,11 @@
 """A matplotlib backend for ranks: `plt.show()` hands every open figure to the notebook, once, and closes it.
 
-Chosen through the environment variable MPLBACKEND, so that matplotlib is imported only by cells that draw. Ranks other
-than 0 draw nothing and only close.
+Chosen through the environment variable MPLBACKEND, so that matplotlib is imported only by cells that draw. All ranks
+but one draw nothing and only close.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 
 from IPython.display import display
@@ -15,6 +14,8 @@ from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from vlmcourse.notebook.rank_shell import RankDisplayPublisher, get_shell
+
 SEEN: weakref.WeakSet[Figure] = weakref.WeakSet()
 """Figures that have been displayed in this cell."""
 
@@ -22,9 +23,15 @@ SEEN: weakref.WeakSet[Figure] = weakref.WeakSet()
 def show(*_: object, **__: object) -> None:
     """Show and close all open figures."""
     for manager in Gcf.get_all_fig_managers():
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_shown():
             display(manager.canvas.figure)
     Gcf.destroy_all()
+
+
+def is_shown() -> bool:
+    """Whether this is the rank whose pictures go to the notebook."""
+    publisher = get_shell().display_pub
+    return isinstance(publisher, RankDisplayPublisher) and publisher.folder is not None
 
 
 def show_unseen() -> None:

@@ -22,6 +22,7 @@ NEWS_EVERY_S = 10.0
 NUM_LAST = 200
 NUM_LATEST = 10
 """How many of its lines a flood shows at its end, and on its way or before a display."""
+LIMITS = f"(of a flood only the first {BURST_LINES:,} and the last {NUM_LAST} are; --ranks 0 shows one rank)"
 CHARS_OF_A_LINE = 500
 """A longer line counts as several."""
 MAX_LINE_CHARS = 10_000
@@ -90,7 +91,8 @@ class FloodLimit:
         self._last.clear()
         self._num_hidden = 0
         if num_left_out:
-            shown.insert(0, f"... {num_left_out:,} line{'s' * (num_left_out != 1)} not shown{self._where()}")
+            lines = f"{num_left_out:,} line{'s' * (num_left_out != 1)}"
+            shown.insert(0, f"... {lines} not shown {LIMITS}{self._where()}")
         return shown
 
     def _cut(self, tag: str, text: str) -> str:

@@ -53,7 +53,9 @@ class Job:
     token: str
     """A random word that marks what is not printed text in rank 0's output."""
     main_rank: int = 0
-    """The rank whose pictures are shown and whose variables `--out` takes."""
+    """The rank whose variables `--out` takes."""
+    shown_rank: int = 0
+    """The rank whose pictures and tables are shown."""
     stays: bool = False
     """Whether the rank waits for further cells afterwards, as those of a session do."""
 

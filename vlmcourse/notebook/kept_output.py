@@ -67,7 +67,7 @@ class KeptOutput:
             self._fail(error)
         if self._path is None:
             return f"they could not be kept ({self._problem})"
-        return f"{self._problem or 'all of them'}: {self._path}"
+        return f"{self._problem or 'all of them'}, until the kernel ends: {self._path}"
 
     def close(self) -> None:
         """No more lines come; a file that nobody was told of is removed."""

@@ -119,9 +119,7 @@ def explain_stop(
         return RankHang(
             f"{doctor.text}\n  All {len(ends)} ranks were stopped: none could ever have gone on.", ends=ends
         )
-    still = describe_unfinished(unfinished, len(ends))
-    message = f"{len(ends)} ranks were stopped after {timeout_s:g} s, the limit of this run: {still}"
-    return RankTimeout(message, ends=ends)
+    return RankTimeout(f"stopped after {timeout_s:g} s: {describe_unfinished(unfinished, len(ends))}", ends=ends)
 
 
 def check_rank_count(nproc: int) -> None:
@@ -131,13 +129,15 @@ def check_rank_count(nproc: int) -> None:
         ValueError: if it is below 1 or above 64.
     """
     if not 1 <= nproc <= MAX_RANKS:
-        raise ValueError(f"{nproc} ranks: must be from 1 to {MAX_RANKS}, and are best no more than the cores or GPUs")
+        raise ValueError(
+            f"{nproc} ranks: must be from 1 to {MAX_RANKS} on one machine, and are best no more than its cores or GPUs"
+        )
 
 
 def describe_unfinished(unfinished: Sequence[int], nproc: int) -> str:
     """Say which ranks were still running."""
     if len(unfinished) == nproc:
-        return "all of them were still running"
+        return f"all {nproc} ranks were still running" if nproc > 1 else "its rank was still running"
     finished = [rank for rank in range(nproc) if rank not in unfinished]
     verb = "was" if len(unfinished) == 1 else "were"
     return f"{name_ranks(unfinished)} {verb} still running, {name_ranks(finished)} had finished"

@@ -15,17 +15,14 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from vlmcourse.notebook.cell import PreparedCell, prepare_cell
 from vlmcourse.notebook.cell_run import (
-    IN_SESSION,
-    SESSION_LOST,
-    START_EMPTY,
     RanksInterrupted,
-    add_hint,
     build_job,
     read_outputs,
     run_job,
     select_variables,
 )
-from vlmcourse.notebook.completion import complete_torchrun
+from vlmcourse.notebook.completion import complete_torchrun, find_assigned
+from vlmcourse.notebook.hints import IN_SESSION, SESSION_LOST, START_EMPTY, add_hint
 from vlmcourse.notebook.jobs import open_job_folder
 from vlmcourse.notebook.options import CellOptions, CellOptionsError, parse_options, read_ranks
 from vlmcourse.notebook.output_reader import OutputReader, make_printer
@@ -57,54 +54,9 @@ class TorchrunMagics(Magics):
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
         %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS] [--ranks RANKS]
-                   [--launcher fork|direct|elastic] [--max-restarts TIMES] [--nnodes MACHINES]
-                   [--rdzv-endpoint HOST:PORT] [--save FILE.py] [--show]
+                   [--save FILE.py] [--show] [--launcher fork|direct|elastic] [flags of elastic, see the end]
 
-        Flags:
-          -n, --nproc RANKS   how many ranks (2). More than there are cores works, slowly. With a GPU for each rank
-                              they talk by NCCL, else by gloo on the CPU, which they share fairly.
-          --in a,b            variables of the notebook that every rank receives a copy of
-          --out loss          variables of rank 0 that the notebook receives when the cell has ended
-          --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
-          --ranks 0,2-3       show only what these ranks print; all of them run, and an error of any is raised
-          --launcher HOW      fork (the default): ranks split off from a process that has imported torch, and start in
-                                a blink; where that is not possible, the same as direct
-                              direct: every rank is a new process, which imports torch itself
-                              elastic: the real torchrun starts the ranks; slower, and it can restart them
-          --save train.py     write the cell as a script that runs under plain torchrun, then run the cell
-          --show              print that script, its torchrun command and a Slurm batch script, and run nothing
-
-        Only with --launcher elastic:
-          --max-restarts 3    how often torchrun starts all ranks again after one has failed (0). They begin the cell
-                              anew: TORCHELASTIC_RESTART_COUNT in os.environ says how often that has happened
-          --nnodes 2          how many machines take part, or the fewest and the most, such as 1:2. The cell says what
-                              to run on the others (with --save), and waits for them. -n counts the ranks of one
-                              machine; the notebook shows those of its own, and --out comes from the first of them
-          --rdzv-endpoint HOST:PORT   where the machines meet (this one, port 29400)
-
-        Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
-        `vlmcourse.parallel.ranks.init_ranks()`, which returns what is known about this rank) and these variables:
-          rank, local_rank    0, 1, ...; equal on one machine
-          world_size          how many ranks there are
-          device              where this rank's tensors belong: cpu, cuda:0, ...
-
-        What ranks print appears line by line with the rank in front; what several print alike, once, as [0-3]. Figures,
-        `display(...)` and pictures and tables as the last expression are shown for rank 0; a last expression that is
-        text, for every rank. An exception on any rank stops the others and is raised here, as RankFailure with the
-        rank's own traceback. Interrupting the cell stops all ranks; nothing stays running. Ranks that hang are asked
-        first: the error says who waits where for whom. If none of them can ever go on, that is after seconds.
-
-        Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
-
-        Sessions, whose ranks stay alive and keep their variables from cell to cell:
-          %torchrun start -n 4    start one: %%torchrun cells now run in its ranks, until it is stopped
-          %%rank 0,2              run a cell on some of its ranks
-          %torchrun status        show its ranks and what they are doing
-          %torchrun restart       empty ranks instead, as many as before
-          %torchrun stop          end it
-        %torchrun --show does for the last cell what %%torchrun --show does for this one.
-
-        Examples:
+        It is the first line of the cell. For example:
           %%torchrun -n 2
           import torch, torch.distributed as dist
           x = torch.tensor([float(rank)], device=device)
@@ -114,6 +66,44 @@ class TorchrunMagics(Magics):
           %%torchrun -n 4 --in steps --out losses
           losses = [1 / (step + 1) for step in range(steps)]   # those of rank 0 are in the notebook afterwards
 
+        A rank is one of the processes, with a number from 0. A collective is a call that all ranks make together, such
+        as all_reduce or barrier. They talk by NCCL between GPUs and by gloo between CPUs, two libraries of PyTorch.
+
+        Flags:
+          -n, --nproc RANKS   how many ranks (2). More than there are cores works, slowly. With a GPU for each rank
+                              they talk by NCCL, else by gloo on the CPU, which they share fairly.
+          --in a,b            variables of the notebook that every rank receives a copy of
+          --out loss          variables of rank 0 that the notebook receives when the cell has ended
+          --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
+          --ranks 0,2-3       show only what these ranks print; all of them run, and an error of any is raised
+          --save train.py     write the cell as a script that runs under plain torchrun, then run the cell
+          --show              print that script, its torchrun command and a Slurm batch script, and run nothing
+
+        Every rank starts empty: import in the cell what it uses. It finds the process group initialised (by
+        `vlmcourse.parallel.ranks.init_ranks()`, which returns what is known about this rank) and these variables:
+          rank, local_rank    0, 1, ...; equal on one machine
+          world_size          how many ranks there are
+          device              where this rank's tensors belong: cpu, cuda:0, ...
+
+        What ranks print appears line by line with the rank in front; what several print alike, once, as [0-3]. Figures,
+        `display(...)` and pictures and tables as the last expression are shown for rank 0, or the first of --ranks; a
+        last expression that is text, for every rank. An exception on any rank stops the others and is raised here, as
+        RankFailure with the rank's own traceback. Interrupting the cell stops all ranks; nothing stays running. Ranks
+        that hang are asked first: the error says who waits where for whom. If none of them can ever go on, that is
+        after seconds.
+
+        Tensors travel as copies on the CPU. Functions and classes of the notebook travel too, with what they use.
+
+        Sessions, whose ranks stay alive and keep their variables from cell to cell:
+          %torchrun start -n 4    start one: %%torchrun cells now run in its ranks, until it is stopped
+          %%rank 0,2              run a cell on some of its ranks
+          %torchrun status        show its ranks, with their processes and memory
+          %torchrun restart       empty ranks instead, as many as before
+          %torchrun stop          end it
+        start and restart take -n, and --timeout for cells that name none. %torchrun --show does for the last cell what
+        %%torchrun --show does for this one.
+
+        More examples:
           %%torchrun -n 2 --timeout 30
           import torch.distributed as dist
           if rank == 0:
@@ -122,6 +112,24 @@ class TorchrunMagics(Magics):
           %%torchrun -n 8 --ranks 0
           print("shown once")   # the other ranks print it too, unseen
 
+          %%torchrun -n 2 --in learning_rate --save train.py
+          print("with", learning_rate)   # then, in a terminal: torchrun --standalone --nproc-per-node 2 train.py
+
+        How ranks start:
+          --launcher HOW      fork (the default): ranks split off from a process that has imported torch, and start in
+                                a blink; where that is not possible, the same as direct
+                              direct: every rank is a new process, which imports torch itself
+                              elastic: the real torchrun starts the ranks; slower, and it can restart them. Ranks that
+                                hang are asked there when you interrupt the cell, or its time is up
+
+        Only with --launcher elastic:
+          --max-restarts 3    how often torchrun starts all ranks again after one has failed (0). They begin the cell
+                              anew: TORCHELASTIC_RESTART_COUNT in os.environ says how often that has happened
+          --nnodes 2          how many machines take part, or the fewest and the most, such as 1:2. The cell says what
+                              to run on the others (with --save), and waits for them. -n counts the ranks of one
+                              machine; the notebook shows those of its own, and --out comes from the first of them
+          --rdzv-endpoint HOST:PORT   where the machines meet (this one, port 29400)
+
           %%torchrun --launcher elastic --max-restarts 2
           import os
           if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -129,9 +137,6 @@ class TorchrunMagics(Magics):
 
           %%torchrun -n 8 --launcher elastic --nnodes 2 --rdzv-endpoint node1:29400 --save train.py
           print(rank, "of", world_size)   # of 16, once the command that the cell prints runs on the other machine
-
-          %%torchrun -n 2 --in learning_rate --save train.py
-          print("with", learning_rate)   # then, in a terminal: torchrun --standalone --nproc-per-node 2 train.py
         """
         shell = self.shell
         assert shell is not None
@@ -154,11 +159,12 @@ class TorchrunMagics(Magics):
 
         %torchrun --show             print the last %%torchrun cell as a script, with its torchrun command and a Slurm
                                      batch script; nothing is run
-        %torchrun start [-n RANKS]   start ranks that stay alive and keep their variables; %%torchrun and %%rank cells
-                                     then run in them
-        %torchrun status             show the ranks of the session and what they are doing
+        %torchrun start [-n RANKS] [--timeout SECONDS]   start ranks that stay alive and keep their variables (a
+                                     session); %%torchrun and %%rank cells then run in them
+        %torchrun status             show the ranks of the session, with their processes and memory
         %torchrun stop               end the session; nothing is left running
-        %torchrun restart            end the session and start a new, empty one with as many ranks
+        %torchrun restart            end the session and start a new, empty one with as many ranks; it takes the flags
+                                     of start
         """
         try:
             run_subcommand(line, self.subcommands)
@@ -188,8 +194,8 @@ class TorchrunMagics(Magics):
         inputs = dump_variables("--in", values)
         with open_job_folder() as folder:
             show = OutputReader(folder, make_printer(shell, options), shell.display_pub)
-            if told:
-                show.say(told)
+            for remark in filter(None, [told, self.sessions.describe_loss(options.nproc)]):
+                show.say(remark)
             is_ready = False
             if options.launcher == "fork":
                 self.ranks.prepare()
@@ -204,7 +210,7 @@ class TorchrunMagics(Magics):
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
-        """Run this cell on some ranks of the session.
+        """Run this cell on some ranks of the session that `%torchrun start -n 4` began.
 
         %%rank RANKS [--in NAME,...] [--out NAME,...] [--timeout SECONDS]
 
@@ -215,8 +221,10 @@ class TorchrunMagics(Magics):
           %%rank 0
           print(model)
         """
-        choice, _, flags = line.strip().partition(" ")
-        if not choice or choice.startswith("-"):
+        words = line.split()
+        at = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+        choice, flags = " ".join(words[:at]), line[line.find(words[at]) :] if at < len(words) else ""
+        if not choice:
             raise CellOptionsError("%%rank: which ranks? Such as %%rank 0, or %%rank 0,2-3; flags follow them")
         ranks = read_ranks("%%rank", choice, self.sessions.get("%%rank").nproc)
         self._run_in_session(f"%%rank {choice}", flags, cell, ranks)
@@ -227,10 +235,19 @@ class TorchrunMagics(Magics):
         assert shell is not None
         session = self.sessions.get(magic)
         ranks = ranks or range(session.nproc)
-        options = self.sessions.adapt(parse_options(flags, session.nproc))
+        options = self.sessions.adapt(parse_options(flags, session.nproc, magic.split(" ")[0]))
+        if magic != "%%torchrun" and (options.save or options.show):
+            raise CellOptionsError(
+                f"{magic} --{'save' if options.save else 'show'}: a script runs on all ranks: write this cell as "
+                f"%%torchrun with `if rank in {tuple(ranks)}:` around it, and save that"
+            )
         prepared = prepare_cell(f"{magic} {flags}", cell, shell.transform_cell)
         values = select_variables(options.in_names, shell.user_ns, shell.user_ns_hidden)
-        if not self._leave_session(options, prepared, values):
+        if magic == "%%torchrun":
+            self._last_cell = options, prepared
+        if told := leave_notebook(options, prepared, values):
+            print(told)
+        if options.show:
             return
         inputs = dump_variables("--in", values)
         folder = session.make_cell_folder()
@@ -238,11 +255,12 @@ class TorchrunMagics(Magics):
             show = OutputReader(folder, make_printer(shell, options, ranks), shell.display_pub)
             folder.write_inputs(inputs)
             job = build_job(options, prepared, show.token, main_rank=min(ranks))
-            with add_hint(shell.user_ns, IN_SESSION):
+            with add_hint(shell.user_ns, IN_SESSION, options.timeout_s, self.sessions.assigned_by):
                 try:
                     session.run(folder, job, ranks, show)
                 finally:
                     show.finish()
+            self.sessions.note_assigned(magic, find_assigned(cell))
             shell.push(read_outputs(folder, options.out_names))
         except SessionEnded:
             self.sessions.lose()
@@ -253,15 +271,7 @@ class TorchrunMagics(Magics):
             shutil.rmtree(folder.path, ignore_errors=True)
 
     def _what_ranks_have(self) -> str:
-        return SESSION_LOST if self.sessions.was_lost else START_EMPTY
-
-    def _leave_session(self, options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> bool:
-        """Show or save a session's cell as a script; return whether it is to be run."""
-        self._last_cell = options, prepared
-        told = leave_notebook(options, prepared, values)
-        if told:
-            print(told)
-        return not options.show
+        return SESSION_LOST if self.sessions.lost is not None else START_EMPTY
 
 
 def leave_notebook(options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from vlmcourse.notebook.launcher import check_rank_count
+from vlmcourse.notebook.wrong_flags import SPELLED, explain_unknown
 from vlmcourse.values import did_you_mean
 
 DEFAULT_RANKS = 2
@@ -58,25 +59,31 @@ class CellOptions:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise CellOptionsError(f"%%torchrun: {message}; type %%torchrun? for help")
+        raise CellOptionsError(
+            f"{self.prog}: {message}{'' if message.endswith('?') else ';'} type %%torchrun? for help"
+        )
 
 
-def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
+def parse_options(
+    line: str, default_nproc: int = DEFAULT_RANKS, magic: str = "%%torchrun", flags: Sequence[str] = FLAGS
+) -> CellOptions:
     """Read the flags of a cell.
 
     Args:
         line: what follows `%%torchrun`, such as `-n 4 --in model,batch --out loss`.
         default_nproc: how many ranks where the line does not say.
+        magic: what the line begins with, for messages.
+        flags: those that may be used.
     Returns:
         The checked options.
     Raises:
         CellOptionsError: if a flag is unknown or a value cannot be used.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, prog="%%torchrun")
+    parser = _Parser(add_help=False, allow_abbrev=False, prog=magic)
     parser.add_argument("-n", "--nproc", type=_read_count)
     parser.add_argument("--in", dest="in_names", nargs="+", action="extend", default=[])
     parser.add_argument("--out", dest="out_names", nargs="+", action="extend", default=[])
-    parser.add_argument("--ranks")
+    parser.add_argument("--ranks", nargs="+")
     parser.add_argument("--timeout", type=_read_seconds)
     parser.add_argument("--launcher", type=_read_launcher, default=DEFAULT_LAUNCHER)
     parser.add_argument("--max-restarts", type=_read_restarts)
@@ -87,19 +94,12 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
-        raise CellOptionsError(f"%%torchrun {line}: {error}") from error
-    known, unknown = parser.parse_known_args(words)
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        kind = "flag" if flag.startswith("-") else "argument"
-        hint = did_you_mean(flag, FLAGS) if kind == "flag" else f"the flags are {', '.join(FLAGS)}"
-        if flag in ("start", "status", "stop", "restart"):
-            hint = f"it is a command of %torchrun with one percent sign: %torchrun {' '.join(unknown)}"
-        elif flag.isdigit():
-            hint = f"for {flag} ranks write -n {flag}"
-        elif flag in ("--nproc-per-node", "--nproc_per_node"):
-            hint = "torchrun's --nproc-per-node is -n here"
-        raise CellOptionsError(f"%%torchrun has no {kind} {flag!r}: {hint}")
+        raise CellOptionsError(f"{magic} {line}: {error}") from error
+    wrong = [words[index:] for index, word in enumerate(words) if word in SPELLED or word in ("-h", "--help")]
+    known, unknown = (None, wrong[0]) if wrong else parser.parse_known_args(words)
+    unknown = unknown or [word for word in words if word.startswith("-") and not _is_one_of(word, flags)]
+    if unknown or known is None:
+        raise CellOptionsError(explain_unknown(unknown, magic, flags))
     in_names, out_names = _read_names("--in", known.in_names), _read_names("--out", known.out_names)
     taken = [name for name in in_names if name in PREDEFINED]
     if taken:
@@ -113,7 +113,7 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
         in_names=in_names,
         out_names=out_names,
         timeout_s=given.get("timeout", DEFAULT_TIMEOUT_S),
-        shown_ranks=read_ranks("--ranks", known.ranks, nproc) if known.ranks is not None else (),
+        shown_ranks=read_ranks("--ranks", " ".join(known.ranks), nproc) if known.ranks is not None else (),
         explicit=frozenset(given),
         launcher=known.launcher,
         max_restarts=known.max_restarts or 0,
@@ -127,6 +127,11 @@ def parse_options(line: str, default_nproc: int = DEFAULT_RANKS) -> CellOptions:
     return options
 
 
+def _is_one_of(word: str, flags: Sequence[str]) -> bool:
+    """Whether a word that begins with a dash is one of these flags, a value of its own included, or a number."""
+    return word.partition("=")[0] in flags or word[:2] in flags or word.lstrip("-").replace(".", "", 1).isdigit()
+
+
 def check_elastic(options: CellOptions, given: Sequence[str]) -> None:
     """Refuse flags that would have no effect, and several machines of which all but this one lack the cell.
 
@@ -138,8 +143,12 @@ def check_elastic(options: CellOptions, given: Sequence[str]) -> None:
     """
     if given and options.launcher != "elastic":
         raise CellOptionsError(
-            f"{given[0]} has no effect with --launcher {options.launcher}: only torchrun itself knows it; "
-            "add --launcher elastic"
+            f"{given[0]}: only torchrun itself knows it, and "
+            + (
+                f"--launcher {options.launcher} does without: write --launcher elastic in its place"
+                if options.launcher != DEFAULT_LAUNCHER
+                else "cells do without unless you add --launcher elastic"
+            )
         )
     if options.rdzv_endpoint and options.nnodes[1] == 1:
         raise CellOptionsError(
@@ -158,7 +167,7 @@ def read_ranks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
 
     Args:
         flag: what the person wrote before it, for the error message.
-        text: numbers and ranges, separated by commas.
+        text: numbers and ranges, separated by commas, each perhaps with a space after it.
         nproc: how many ranks there are.
     Raises:
         CellOptionsError: if it is something else, or there is no such rank.
@@ -169,7 +178,8 @@ def read_ranks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
         numbers = (first, last) if dash else (first, first)
         if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > int(numbers[1]):
             raise CellOptionsError(
-                f"{flag} {text}: {part.strip()!r} names no ranks: write numbers and ranges, such as 0,2-3"
+                f"{flag} {text}: {part.strip()!r} names no ranks: write numbers and ranges with commas between them, "
+                "such as 0,2-3"
             )
         if int(numbers[1]) >= nproc:
             there_are = "the only rank is 0" if nproc == 1 else f"the ranks are 0 to {nproc - 1}"
@@ -183,7 +193,7 @@ def _read_count(text: str) -> int:
         count = int(text)
         check_rank_count(count)
     except ValueError as error:
-        reason = str(error) if text.lstrip("-").isdigit() else "must be a whole number, such as 2"
+        reason = str(error).partition(": ")[2] if text.lstrip("-").isdigit() else "must be a whole number, such as 2"
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from None
     return count
 
@@ -232,7 +242,9 @@ def _read_endpoint(text: str) -> str:
 
 def _read_script_name(text: str) -> str:
     if not text.endswith(".py"):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: must be the name of a script, such as train.py")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be used: must be the name of a script, such as train.py; quote a path with spaces"
+        )
     return text
 
 

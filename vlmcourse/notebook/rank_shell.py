@@ -71,6 +71,12 @@ class RankShell(InteractiveShell):
     def init_profile_dir(self, profile_dir: object) -> None:
         """Make no folder: nothing of a rank is kept."""
 
+    def showtraceback(self, exc_tuple: Any = None, *_: object, **__: object) -> None:
+        """Let an exception fail the cell that IPython would only print, such as one in a file that `%run` runs."""
+        _, error, _ = self._get_exc_info(exc_tuple)
+        assert error is not None
+        raise error
+
     def enable_matplotlib(self, gui: str | None = None) -> tuple[str, str]:
         """Ignore `%matplotlib inline` and its like: figures go to the notebook anyway."""
         return "inline", "inline"
@@ -85,6 +91,7 @@ def get_shell() -> RankShell:
     config.InteractiveShell.colors = "nocolor"
     existing = tempfile.gettempdir()  # IPython insists on a folder, and writes nothing into this one
     shell = RankShell.instance(config=config, ipython_dir=existing, user_module=module, user_ns=module.__dict__)
+    shell.db = {}  # where `%cd` keeps the folders that it has been in
     atexit.unregister(shell.atexit_operations)
     for name in ("exit", "quit", "open"):  # IPython's versions talk to a person; those of Python stay
         module.__dict__.pop(name, None)

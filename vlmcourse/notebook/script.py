@@ -8,17 +8,20 @@ line instead.
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import math
 import os
 import pprint
-from collections.abc import Iterator, Mapping
+import symtable
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmcourse.notebook.cell import PreparedCell
-from vlmcourse.notebook.options import CellOptions
+from vlmcourse.notebook.options import PREDEFINED, CellOptions
 from vlmcourse.notebook.torchrun_command import format_command, format_slurm
 from vlmcourse.notebook.variables import dump_variables
 from vlmcourse.notebook.worker import GROUP_TIMEOUT_FRACTION
@@ -55,6 +58,8 @@ class Script:
     text: str
     packed_names: tuple[str, ...]
     """Variables of `--in` that cannot be written as literals."""
+    undefined: tuple[str, ...] = ()
+    """Names that the script uses and does not define: those of earlier cells of a session."""
 
 
 def build_script(options: CellOptions, prepared: PreparedCell, values: Mapping[str, Any]) -> Script:
@@ -91,7 +96,34 @@ def build_script(options: CellOptions, prepared: PreparedCell, values: Mapping[s
         "\n".join(_output_lines(options)),
         "shutdown_ranks()",
     ]
-    return Script("\n\n".join(part for part in parts if part) + "\n", packed)
+    undefined = find_undefined(prepared.source, {*values, *PREDEFINED, "display", "get_ipython"})
+    return Script("\n\n".join(part for part in parts if part) + "\n", packed, undefined)
+
+
+def find_undefined(source: str, known: Collection[str]) -> tuple[str, ...]:
+    """Return the names that Python text uses and nothing in it defines; () where `import *` may bring them.
+
+    Args:
+        source: without a mistake, and without `await` outside of functions.
+        known: names that are there before it runs.
+    """
+    try:
+        module = symtable.symtable(source, "cell", "exec")
+    except SyntaxError:  # a name that is global after it was used, for example
+        return ()
+    defined, used = {"__name__", "__file__", "__doc__", *known, *dir(builtins)}, set()
+    tables = [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_global = table is module or symbol.is_global()
+            if is_global and (symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()):
+                defined.add(symbol.get_name())
+            elif is_global and symbol.is_referenced():
+                used.add(symbol.get_name())
+    has_star = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(source)))
+    return () if has_star else tuple(sorted(used - defined))
 
 
 def find_problems(tree: ast.Module, prepared: PreparedCell) -> list[str]:
@@ -176,7 +208,15 @@ def save_script(script: Script, options: CellOptions, values: Mapping[str, Any])
     except OSError as error:
         raise ScriptError(f"--save {options.save}: cannot be written ({error}): save it somewhere else") from error
     beside = f", and {', '.join(script.packed_names)} as {packed_path}" if script.packed_names else ""
-    return f"saved the cell as {path}{beside}; run it with\n  {format_command(options, str(path))}"
+    told = f"saved the cell as {path}{beside}; run it with\n  {format_command(options, str(path))}"
+    no_torchrun = f"  (where the shell does not find torchrun: {sys.executable} -m torch.distributed.run in its place)"
+    return "\n".join(filter(None, [told, no_torchrun, describe_undefined(script)]))
+
+
+def describe_undefined(script: Script) -> str:
+    """Say which lines a script lacks; empty if none."""
+    names = ", ".join(script.undefined)
+    return f"  it uses {names} without defining it: add the lines of earlier cells that do" if names else ""
 
 
 def is_unchanged(content: bytes) -> bool:
@@ -192,6 +232,7 @@ def describe_script(script: Script, options: CellOptions) -> str:
     return "\n".join(
         (
             title,
+            *([f"#{describe_undefined(script)}"] if script.undefined else []),
             "",
             script.text,
             "# Its command:",

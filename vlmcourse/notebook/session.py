@@ -16,11 +16,12 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from vlmcourse.notebook.cell_end import CellEnd, find_difference
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit
 from vlmcourse.notebook.hang.doctor import HangDoctor, waited_in_vain
 from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
@@ -45,18 +46,6 @@ class SessionError(RuntimeError):
 
 class SessionEnded(RankFailure):
     """The session is over: its ranks have been stopped and their variables are gone."""
-
-
-@dataclass(frozen=True)
-class CellEnd:
-    """How one rank finished a cell."""
-
-    rank: int
-    failed: bool
-    groups: Mapping[str, tuple[int, Sequence[int]]]
-    """By name of each group: how many collectives and messages the rank began in it, and the group's ranks."""
-    has_pending: bool
-    """Whether a failed cell left a collective behind that has not ended."""
 
 
 class CellOutput(Protocol):
@@ -258,6 +247,8 @@ class RankSession:
             if is_done():
                 return
             if interrupts_now:
+                if not interrupts and self.doctor.diagnosis is None:  # after a failure: what the others wait for
+                    self.doctor.examine(self._group, is_hurried=True)
                 self._group.interrupt([rank for rank in ranks if rank not in self._cell_ends])
             self._group.wait(time.monotonic() + GRACE_S, is_done)
 
@@ -266,9 +257,10 @@ class RankSession:
         ends = self._cell_ends
         running = [rank for rank in ranks if rank not in ends]
         if running:
-            return f"{name_ranks(running)} did not stop within {GRACE_S:g} s"
+            it = "it" if len(running) == 1 else "they"
+            return f"{name_ranks(running)} did not stop within {GRACE_S:g} s, so {it} had to be ended"
         if not any(end.failed for end in ends.values()) and len(ranks) == self.nproc:
-            return ""
+            return find_difference(ends)
         for end in ends.values():
             for name, (begun, members) in end.groups.items():
                 outside = [rank for rank in members if rank not in ranks]

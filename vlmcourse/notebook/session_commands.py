@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shlex
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import datetime
 
@@ -13,8 +14,6 @@ import psutil
 from vlmcourse.notebook.jobs import Job
 from vlmcourse.notebook.options import (
     DEFAULT_LAUNCHER,
-    DEFAULT_RANKS,
-    DEFAULT_TIMEOUT_S,
     CellOptions,
     CellOptionsError,
     parse_options,
@@ -22,7 +21,9 @@ from vlmcourse.notebook.options import (
 from vlmcourse.notebook.session import ENDED, RankSession, SessionError
 from vlmcourse.notebook.starting import RankStarter, readable_path
 from vlmcourse.notebook.subcommands import Subcommand
+from vlmcourse.notebook.wrong_flags import count_ranks
 
+START_FLAGS = ("-n", "--nproc", "--timeout")
 NOT_THERE = "there is no session: begin one with %torchrun start -n 2"
 
 
@@ -32,14 +33,16 @@ class SessionCommands:
     def __init__(self, starter: RankStarter) -> None:
         """Take note of what starts ranks."""
         self.current: RankSession | None = None
-        self.was_lost = False
-        """Whether the last session ended without being asked to."""
+        self.lost: RankSession | None = None
+        """The last session, if it ended without being asked to."""
+        self.assigned_by: dict[str, str] = {}
+        """Names that only some ranks of the session have, each with the magic of the cell that assigned it."""
         self._starter = starter
         atexit.register(self._stop_quietly)
 
     def table(self) -> dict[str, Subcommand]:
         """Return what may follow `%torchrun`."""
-        flags = ("-n", "--nproc", "--timeout")
+        flags = START_FLAGS
         return {
             "start": Subcommand(self.start, "start ranks that stay, with their variables", flags),
             "status": Subcommand(self.status, "show the ranks that stay"),
@@ -49,7 +52,7 @@ class SessionCommands:
 
     def lose(self) -> None:
         """Note that the session has ended by itself."""
-        self.current, self.was_lost = None, True
+        self.current, self.lost = None, self.current
 
     def get(self, asked_by: str) -> RankSession:
         """Return the session.
@@ -87,15 +90,20 @@ class SessionCommands:
 
     def start(self, flags: str) -> None:
         """Begin a session."""
-        if self.current is not None and self.current.is_alive:
-            raise SessionError(
-                f"a session of {self.current.nproc} ranks is there already: %torchrun restart begins anew, "
-                "%torchrun stop ends it"
+        options = parse_options(flags, magic="%torchrun start", flags=START_FLAGS)
+        session = self.current
+        if session is not None and session.is_alive:
+            if options.nproc != session.nproc:
+                raise SessionError(
+                    f"a session of {count_ranks(session.nproc)} is there already: %torchrun restart {flags} begins "
+                    "anew, %torchrun stop ends it"
+                )
+            session.timeout_s = options.timeout_s if "timeout" in options.explicit else session.timeout_s
+            print(
+                f"{count_ranks(session.nproc)} are there already, with their variables: %torchrun restart begins anew"
             )
-        options = parse_options(flags)
-        if replace(options, nproc=DEFAULT_RANKS, timeout_s=DEFAULT_TIMEOUT_S) != CellOptions():
-            raise CellOptionsError("%torchrun start takes -n and --timeout; give other flags to the cells")
-        self.was_lost = False
+            return
+        self.lost, self.assigned_by = None, {}
         self._starter.prepare()
         self._starter.wait_until_ready()
         started_s = time.monotonic()
@@ -132,6 +140,7 @@ class SessionCommands:
     def stop(self, flags: str) -> None:
         """End the session."""
         _refuse_flags("stop", flags)
+        self.lost = None
         if self.current is None:
             print(f"T{NOT_THERE[1:]}")
             return
@@ -140,10 +149,29 @@ class SessionCommands:
 
     def restart(self, flags: str) -> None:
         """End the session and begin another of the same size, or of the flags given."""
-        before = self.current
+        before = self.current or self.lost
+        if self.current is None:
+            print("the session had ended: this is another" if before else "there was no session: this is the first")
         self._stop_quietly()
         same = f"-n {before.nproc} --timeout {before.timeout_s:g}" if before is not None else ""
         self.start(" ".join([same, flags]) if flags or same else "")
+
+    def describe_loss(self, nproc: int) -> str:
+        """Say of a cell that its ranks are not those of the session which was there; empty if there was none."""
+        if self.lost is None:
+            return ""
+        return (
+            f"the session has ended: this cell runs on {count_ranks(nproc)} of its own, new and empty (%torchrun "
+            f"restart begins another session, of {self.lost.nproc})"
+        )
+
+    def note_assigned(self, magic: str, names: Collection[str]) -> None:
+        """Remember which names a cell of some ranks has assigned; a cell of all ranks gives them to every rank."""
+        for name in names:
+            if magic == "%%torchrun":
+                self.assigned_by.pop(name, None)
+            else:
+                self.assigned_by[name] = magic
 
     def describe_interrupt(self) -> str:
         """Say what an interrupt of a cell has left of the session."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vlmcourse.notebook.hang.listener import Listener
-from vlmcourse.notebook.hang.observer import read_groups, read_record
+from vlmcourse.notebook.hang.observer import read_begun, read_groups, read_record
 from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path
 
 RunCell = Callable[[JobFolder, Job], None]
@@ -37,6 +37,7 @@ def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell, lis
     marks = os.dup(1)  # a cell may put another file in its place
     with open(control_path(folder.path, rank), encoding="utf-8") as control:
         tell_end(marks, token, failed=False, groups={})
+        _, recorded = read_begun(0)
         for line in control:
             request = json.loads(line)
             if "stop" in request:
@@ -45,7 +46,8 @@ def serve_cells(folder: JobFolder, rank: int, token: str, run_cell: RunCell, lis
             job = cell_folder.read_job()
             before = {group.name: group.num_begun or 0 for group in read_groups({})}
             failed = not _run_reported(cell_folder, job, rank, run_cell, listener)
-            tell_end(marks, job.token, failed=failed, groups=count_begun(before))
+            collectives, recorded = read_begun(recorded)
+            tell_end(marks, job.token, failed=failed, groups=count_begun(before), collectives=collectives)
 
 
 def count_begun(before: Mapping[str, int]) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -77,7 +79,14 @@ def _run_reported(folder: JobFolder, job: Job, rank: int, run_cell: RunCell, lis
     return True
 
 
-def tell_end(marks: int, token: str, *, failed: bool, groups: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+def tell_end(
+    marks: int,
+    token: str,
+    *,
+    failed: bool,
+    groups: Mapping[str, tuple[int, tuple[int, ...]]],
+    collectives: Mapping[str, list[str]] | None = None,
+) -> None:
     """Print the mark that ends the output of a cell.
 
     Args:
@@ -85,10 +94,12 @@ def tell_end(marks: int, token: str, *, failed: bool, groups: Mapping[str, tuple
         token: the cell's secret word.
         failed: whether the cell failed.
         groups: see `count_begun`.
+        collectives: see `read_begun`.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # whatever the cell has put there
             stream.flush()
     has_pending = failed and any(not each.is_done for each in read_record()[0])
-    content = json.dumps({"failed": failed, "groups": groups, "has_pending": has_pending})
+    end = {"failed": failed, "groups": groups, "has_pending": has_pending, "collectives": collectives}
+    content = json.dumps(end)
     os.write(marks, f"{CELL_END.format(token=token, content=content)}\n".encode())

@@ -23,12 +23,27 @@ class CannotTravelError(ValueError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class Refusal(pickle.PicklingError):
+    """A value that is not even tried; the message says what to send instead."""
+
+
+NEED_GROUP = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Wrappers of PyTorch that cannot be built again where there are no ranks."""
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        is_file = isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO)
+        if is_file and obj not in (sys.stdin, sys.stdout, sys.stderr):
+            raise Refusal("an open file stays where it was opened: send its path, or what is in it")
         torch = sys.modules.get("torch")
+        if torch is not None and type(obj).__name__ in NEED_GROUP and type(obj).__module__.startswith("torch."):
+            raise Refusal(
+                "it needs a process group: bring its plain model back with `model = model.module`, or its state_dict()"
+            )
         if torch is not None and isinstance(obj, torch.Tensor):
             if type(obj).__name__ == "DTensor":
-                raise pickle.PicklingError(
+                raise Refusal(
                     "a DTensor is spread over the ranks: call .full_tensor() on every rank and use its result"
                 )
             computed = obj.requires_grad and not obj.is_leaf
@@ -52,7 +67,7 @@ def dump_variables(flag: str, values: Mapping[str, object]) -> bytes:
         CannotTravelError: if one cannot be pickled; the message names it, its type and the reason.
     """
     try:
-        return _dump(values)
+        return pickle.dumps({name: name_type(value) for name, value in values.items()}) + _dump(values)
     except _PICKLE_ERRORS as error:
         for name, value in values.items():
             try:
@@ -68,12 +83,16 @@ def load_variables(data: bytes) -> dict[str, Any]:
     Raises:
         CannotTravelError: if something in it cannot be built here.
     """
+    kinds: dict[str, str] = {}
     try:
-        return pickle.loads(data)
+        file = io.BytesIO(data)
+        kinds = pickle.load(file)
+        return pickle.load(file)
     except (*_PICKLE_ERRORS, ImportError, EOFError, IndexError) as error:
+        what = " or ".join(f"{name} ({kind})" for name, kind in kinds.items()) if isinstance(kinds, dict) else ""
         raise CannotTravelError(
-            f"a variable cannot be built on this side: {type(error).__name__}: {error}; use plain data, arrays or "
-            "tensors, or put its class into a module that both sides import"
+            f"{what or 'a variable'} cannot be built on this side: {type(error).__name__}: {error}; use plain data, "
+            "arrays, tensors or a state_dict, or put its class into a module that both sides import"
         ) from error
 
 
@@ -87,14 +106,20 @@ def _dump(value: object) -> bytes:
     return file.getvalue()
 
 
-def _explain(flag: str, name: str, value: object, error: Exception) -> str:
+def name_type(value: object) -> str:
+    """Return the name of a value's type, with its module where it has one of its own."""
     kind = type(value)
-    full_name = (
+    return (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
+
+
+def _explain(flag: str, name: str, value: object, error: Exception) -> str:
+    if isinstance(error, Refusal):
+        return f"{flag} {name}: a {name_type(value)} cannot travel between the notebook and the ranks: {error}"
     reason = str(error).strip().splitlines()
     return (
-        f"{flag} {name}: a {full_name} cannot travel between the notebook and the ranks "
+        f"{flag} {name}: a {name_type(value)} cannot travel between the notebook and the ranks "
         f"({reason[0] if reason else type(error).__name__}): use plain data, arrays, tensors or a state_dict, "
         "or make it inside the cell"
     )

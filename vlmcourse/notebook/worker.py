@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import inspect
 import io
 import linecache
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vlmcourse.notebook.failure import RankReport
 from vlmcourse.notebook.hang.listener import Listener
@@ -70,6 +71,7 @@ def run_job(folder: JobFolder, listener: Listener) -> None:
     ranks = join_group(job.timeout_s * GROUP_TIMEOUT_FRACTION)
     listener.count_from_here()
     listener.leave_word_before_abort()
+    builtins.input = sys.breakpointhook = refuse_keyboard
     send_definitions_by_value()
     shell = get_shell()
     # What the cell defines is in `__main__`, where pickle and multiprocessing look for it.
@@ -78,14 +80,14 @@ def run_job(folder: JobFolder, listener: Listener) -> None:
 
     def run_one(folder: JobFolder, job: Job) -> None:
         # Rank 0, unless `torchrun` runs on several machines: each shows its own first.
-        is_main = ranks.local_rank == job.main_rank
+        is_main, is_shown = ranks.local_rank == job.main_rank, ranks.local_rank == job.shown_rank
         linecache.cache[FILE_NAME] = (0, None, [f"{line}\n" for line in job.shown_lines], FILE_NAME)
-        connect_shell(shell, folder if is_main else None, job.token)
+        connect_shell(shell, folder if is_shown else None, job.token)
         namespace.update(load_variables(folder.inputs.read_bytes()))
         namespace.update(rank=ranks.rank, local_rank=ranks.local_rank, world_size=ranks.world_size, device=ranks.device)
         limit_collectives(job.timeout_s * GROUP_TIMEOUT_FRACTION)
         try:
-            run_cell(job, shell, is_main=is_main)
+            run_cell(job, shell, shows_pictures=is_shown)
         except Exception:
             show_figures()
             raise
@@ -101,7 +103,12 @@ def run_job(folder: JobFolder, listener: Listener) -> None:
     leave_group(ranks, folder)
 
 
-def run_cell(job: Job, shell: RankShell, is_main: bool) -> None:
+def refuse_keyboard(*_: object, **__: object) -> NoReturn:
+    """Stand in for what asks a person: `input()` and `breakpoint()`."""
+    raise EOFError("a rank has no keyboard: print what you want to see, or send a value with --in")
+
+
+def run_cell(job: Job, shell: RankShell, shows_pictures: bool) -> None:
     """Run the code of the cell in the shell's variables, and show the value of its last expression.
 
     Every rank shows a value that is text; of pictures and tables one is enough.
@@ -127,7 +134,7 @@ def run_cell(job: Job, shell: RankShell, is_main: bool) -> None:
             if isinstance(last, ast.Expr):
                 value = run(ast.Expression(last.value), "eval")
                 if job.shows_last_value:
-                    show_value(shell, value, text_only=not is_main)
+                    show_value(shell, value, text_only=not shows_pictures)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -159,6 +166,14 @@ def write_outputs(folder: JobFolder, job: Job, namespace: Mapping[str, object]) 
         write_private(folder.outputs, data)
 
 
+def read_message(error: BaseException) -> str:
+    """Return what an exception says; what Python says of it where its `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def build_report(rank: int, error: BaseException, failed_at_s: float) -> RankReport:
     """Describe an exception, with its traceback beginning at the cell's own line."""
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -170,7 +185,7 @@ def build_report(rank: int, error: BaseException, failed_at_s: float) -> RankRep
         rank=rank,
         failed_at_s=failed_at_s,
         error_type=type(error).__name__,
-        error_message=str(error),
+        error_message=read_message(error),
         traceback="".join(traceback.format_exception(error.with_traceback(trace))),
         where=f"{FILE_NAME}, line {cell_lines[-1]}" if cell_lines else "",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from vlmcourse.plots.style import COLOURS, new_figure
 
@@ -31,6 +31,8 @@ def plot_training(history: Sequence[Mapping[str, Any]]) -> Figure:
     figure, loss_axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
     loss_axis.plot([row["step"] for row in history], [row["loss"] for row in history], color=COLOURS["loss"], lw=1.2)
     loss_axis.set(xlabel="optimizer step", ylabel="loss per supervised token (nats)", yscale="log")
+    for formatter_of in (loss_axis.yaxis.set_major_formatter, loss_axis.yaxis.set_minor_formatter):
+        formatter_of(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))  # `4`, not a power of ten
     evaluated = [(row["step"], 100 * row["exact_match"]) for row in history if row.get("exact_match") is not None]
     title = f"Loss {history[0]['loss']:.2f} to {history[-1]['loss']:.2f}"
     if evaluated:

@@ -26,6 +26,9 @@ ADVICE = {
     "receives.",
     "setup": "All ranks must make every process group in the same order, also those groups that they are not in.",
 }
+IN_BACKWARD = "DDP averages gradients in backward() (FSDP scatters them there): give every rank as many batches."
+SHOWN_WHILE_RUNNING = ADVICE.keys() - {"setup"}
+"""Kinds that a person is told of before anything is stopped; ranks that join their group are only starting."""
 MAX_ERROR_CHARS = 100
 
 
@@ -38,22 +41,29 @@ class Diagnosis:
     finding: str
     """Who waits where for whom."""
 
+    is_in_backward: bool = False
+    """Whether ranks wait for what DDP or FSDP began while gradients were computed."""
+
     @property
     def text(self) -> str:
-        """The finding, and on a line of its own what to change."""
-        return f"{self.finding}\n  {ADVICE[self.kind]}" if self.kind in ADVICE else self.finding
+        """The finding, and on lines of their own what to change."""
+        told = [self.finding, f"  {ADVICE[self.kind]}"] if self.kind in ADVICE else [self.finding]
+        return "\n".join([*told, f"  {IN_BACKWARD}"] if self.is_in_backward and self.kind in ADVICE else told)
 
 
-def diagnose(states: Mapping[int, RankState], died: Mapping[int, str] | None = None) -> Diagnosis | None:
+def diagnose(
+    states: Mapping[int, RankState], died: Mapping[int, str] | None = None, silent: Mapping[int, str] | None = None
+) -> Diagnosis | None:
     """Explain who waits where for whom.
 
     Args:
         states: what the ranks were doing, by rank; a rank that left no answer is missing.
         died: ranks whose process ended by itself, each with how (`was killed by SIGKILL`).
+        silent: why ranks left no answer, where that is known (`it is still starting`).
     Returns:
         The reason, if ranks wait for one another; else what they were doing; None if nothing is known.
     """
-    here = Situation(states, died)
+    here = Situation(states, died, silent)
     for operation in here.operations:
         difference = here.difference(operation)
         if difference:
@@ -61,7 +71,7 @@ def diagnose(states: Mapping[int, RankState], died: Mapping[int, str] | None = N
     root = here.root_operation()
     if root is not None:
         finding = f"{_say_waiting(here, root.waiting, root)}; {_say_missing(here, root.missing, root)}"
-        return Diagnosis(_judge_missing(here, root), finding)
+        return Diagnosis(_judge_missing(here, root), finding, here.is_in_backward(root))
     for operation in here.operations:
         name = _name_call(here, operation.waiting[0], operation)
         return Diagnosis("in_progress", f"{name_ranks(operation.group.ranks)} are all in {name}: nobody is missing")
@@ -69,9 +79,11 @@ def diagnose(states: Mapping[int, RankState], died: Mapping[int, str] | None = N
 
 
 def describe_slow(states: Mapping[int, RankState]) -> str:
-    """Say in one line which ranks the others wait for, if those are at work; empty if nobody waits so."""
+    """Say in one line who waits for whom while all of them run; empty if nobody waits so."""
     found = diagnose(states)
-    return found.finding.replace("never entered it", "has not entered it") if found and found.kind == "slow" else ""
+    if found is None or found.kind not in SHOWN_WHILE_RUNNING:
+        return ""
+    return found.finding.replace("never entered it", "has not entered it") if found.kind == "slow" else found.finding
 
 
 def _explain_difference(here: Situation, operation: Operation, difference: str) -> Diagnosis:
@@ -109,7 +121,8 @@ def _explain_other_op(here: Situation, operation: Operation) -> Diagnosis:
         texts = [_say_waiting(here, ranks, operation) for ranks in classes]
         return Diagnosis("different_order", f"ranks call different collectives: {'; '.join(texts)}")
     kind = "save_on_one_rank" if here.is_saving(entered) and not here.is_saving(others) else "skipped"
-    return Diagnosis(kind, f"{_say_waiting(here, entered, operation)}; {_say_missing(here, others, operation)}")
+    finding = f"{_say_waiting(here, entered, operation)}; {_say_missing(here, others, operation)}"
+    return Diagnosis(kind, finding, here.is_in_backward(operation))
 
 
 def _order_of_skips(here: Situation, ranks: Sequence[int], classes: Sequence[Sequence[int]]) -> tuple[int, int, int]:
@@ -158,6 +171,10 @@ def _say_missing(here: Situation, ranks: Sequence[int], operation: Operation) ->
     phrases = []
     for of in group_ranks({rank: _say_activity(here, rank, operation) for rank in ranks}).values():
         state, is_one = here.states.get(of[0]), len(of) == 1
+        if state is None and of[0] not in here.died:  # nobody knows whether it entered
+            reason = here.silent.get(of[0], "")
+            phrases.append(f"{name_ranks(of)} left no answer{f': {reason}' if reason else ''}")
+            continue
         is_at_work = state is not None and of[0] not in here.waits and (state.uses_cpu or state.status == "silent")
         verb = f"{'has' if is_one else 'have'} not entered it" if is_at_work else "never entered it"
         activity = _say_activity(here, of[0], operation, not is_one)
@@ -172,7 +189,7 @@ def _say_activity(here: Situation, rank: int, operation: Operation | None, are_m
     if rank in here.died:
         return here.died[rank]
     if state is None:
-        return "left no answer"
+        return here.silent.get(rank, "")
     if state.status == "finished":
         return "had finished"
     if wait is not None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from vlmcourse.notebook.failure import RankEnd, RankReport, describe_exit
+from vlmcourse.notebook.failure import LEFT, RankEnd, RankReport, describe_exit
 from vlmcourse.notebook.hang.diagnosis import Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.hang.listener import STACK_SIGNAL
 from vlmcourse.notebook.hang.observer import SAMPLE_S
@@ -40,7 +42,27 @@ UNHELPFUL = ("computing", "died", "in_progress")
 """Kinds of diagnosis that do not explain why a rank failed."""
 WAITING = ("slow", "waiting", "finished_early")
 """Kinds that do not explain why a rank was aborted."""
+STARTING = "it is still starting"
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+class AskedRanks(Protocol):
+    """The ranks that can be asked."""
+
+    @property
+    def unfinished(self) -> Sequence[int]:
+        """Those that are running."""
+        ...
+
+    @property
+    def ends(self) -> Sequence[RankEnd]:
+        """How the others ended."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
 
 
 class HangDoctor:
@@ -74,14 +96,19 @@ class HangDoctor:
         next(self._looks)
         return self.is_deadlock
 
-    def examine(self, group: RankGroup, is_hurried: bool = False) -> None:
+    def move_to(self, folder: JobFolder) -> None:
+        """Ask in another folder from now on: that of a new attempt."""
+        self._folder = folder
+
+    def examine(self, group: AskedRanks, is_hurried: bool = False) -> None:
         """Ask all ranks and make a diagnosis.
 
         Args:
             group: the ranks.
             is_hurried: whether a person waits: ranks that only compute are then not asked twice.
         """
-        running = group.unfinished
+        ended = self._read_ends(group)  # ranks of a session, whose processes stay
+        running = [rank for rank in group.unfinished if rank not in ended]
         number = self._ask(running, SAMPLE_S)
         answers = self._wait_for(number, running, HURRIED_ANSWER_S if is_hurried else ANSWER_S)
         if is_hurried and len(answers) < len(running) and any(state.wait for state in answers.values()):
@@ -90,7 +117,8 @@ class HangDoctor:
         if silent and (not is_hurried or any(state.wait for state in answers.values())):
             answers.update(self._read_stacks(silent))
         states = {**self._read_ends(group), **answers}  # being asked can itself make a rank go on, and fail
-        self.diagnosis = diagnose(states, describe_deaths(group.ends, states))
+        silent = {rank: "" if self._listens(rank) else STARTING for rank in running if rank not in states}
+        self.diagnosis = diagnose(states, describe_deaths(group.ends, states), silent)
 
     def examine_failure(self, group: RankGroup) -> None:
         """Ask the other ranks, if one failed because it waited in vain, or was aborted within a collective."""
@@ -109,8 +137,12 @@ class HangDoctor:
         group_of_look: RankGroup
         before: dict[int, RankState] = {}
         between_s, next_s, has_said = BETWEEN_LOOKS_S, time.monotonic() + QUIET_S, False
+        silent_since_s = math.inf  # until then, once a person has been told of it
         while True:
             while self._group is None or time.monotonic() < max(next_s, self._group.last_output_s + QUIET_S):
+                if self._group is not None and self._group.last_output_s > silent_since_s:
+                    self._say(f"the ranks went on after {self._group.last_output_s - silent_since_s:.0f} s")
+                    silent_since_s = math.inf
                 yield
             group_of_look = self._group
             number, end_s = self._ask(group_of_look.unfinished, 0.0), time.monotonic() + ANSWER_S
@@ -124,8 +156,8 @@ class HangDoctor:
                 self.diagnosis, self.is_deadlock = diagnose(now), True
             waited_s = time.monotonic() - group_of_look.last_output_s
             if not has_said and waited_s > SLOW_S and (line := describe_slow(now)):
-                self._say(line)
-                has_said = True
+                self._say(f"no output for {waited_s:.0f} s: {line}")
+                has_said, silent_since_s = True, group_of_look.last_output_s
             before = answers
             next_s, between_s = time.monotonic() + between_s, min(between_s * 1.2, MAX_BETWEEN_LOOKS_S)
             yield
@@ -146,7 +178,7 @@ class HangDoctor:
         """Return the answers to a question that have come."""
         return read_states({rank: self._folder.path / f"state-{rank}-{number}.json" for rank in ranks})
 
-    def _read_ends(self, group: RankGroup) -> dict[int, RankState]:
+    def _read_ends(self, group: AskedRanks) -> dict[int, RankState]:
         """Return what ranks that have finished or failed said at their end."""
         return read_states({rank: self._folder.path / f"end-{rank}.json" for rank in range(group.size)})
 
@@ -221,9 +253,9 @@ def waited_in_vain(report: RankReport | None) -> bool:
 def describe_deaths(ends: Sequence[RankEnd], states: Mapping[int, RankState]) -> dict[int, str]:
     """Return how ranks ended that left no word, by rank."""
     return {
-        end.rank: describe_exit(end.exit_code)
+        end.rank: describe_exit(end.exit_code) if end.exit_code else LEFT
         for end in ends
-        if end.exit_code and not end.was_stopped and end.rank not in states
+        if not end.was_stopped and end.rank not in states
     }
 
 

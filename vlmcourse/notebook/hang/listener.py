@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
 import signal
@@ -18,6 +19,9 @@ from vlmcourse.notebook.jobs import write_private
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (3 if hasattr(signal, "SIGRTMAX") else 0)
 """Makes a rank that cannot answer write its stack; one that neither launchers nor schedulers use."""
+
+FIRST_FREE = 3
+"""The first number of an open file that is not one of the standard three."""
 
 
 class Listener:
@@ -44,7 +48,10 @@ class Listener:
         path = folder / f"ask-{self._rank}"
         os.mkfifo(path, 0o600)
         # For writing too: then reading waits for the next question instead of ending with the first.
-        self._fifo = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDWR)
+        # Above standard input, output and error: a cell may have closed those, and what it prints is no question.
+        self._fifo = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+        os.close(handle)
         handle = os.open(folder / f"stack-{self._rank}.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         previous, self._stack_file = self._stack_file, os.fdopen(handle, "w")
         faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=True)

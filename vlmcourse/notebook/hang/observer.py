@@ -16,10 +16,12 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from vlmcourse.notebook.hang.handlers import may_catch
 from vlmcourse.notebook.hang.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
 from vlmcourse.notebook.hang.rank_state import WORLD, Collective, Group, RankState, Wait
 
@@ -36,6 +38,7 @@ POINT_TO_POINT = ("send", "recv")
 UNRECORDED = ("monitored_barrier",)
 """What leaves no entry in the flight record."""
 OWN_THREADS = ("hang doctor", "hang watch")
+MAX_HANDLES = 1000
 IDLE_THREADS = ("TMonitor",)
 """Classes of threads that only look on, such as that of tqdm."""
 SETUP = frozenset({"init_process_group", "new_group", "split_group", "_store_based_barrier", "rendezvous"})
@@ -94,7 +97,7 @@ class Observer:
         """Describe how this rank ended: at its end, or by an exception."""
         if error is None:
             return self._describe([], "finished", None, False)
-        return self._describe(frames_of_traceback(trace), "failed", None, True, f"{type(error).__name__}: {error}")
+        return self._describe(frames_of_traceback(trace), "failed", None, True, name_error(error))
 
     def observe_abort(self) -> RankState:
         """Describe how compiled code ends this rank, while its main thread still waits."""
@@ -106,11 +109,12 @@ class Observer:
         recent, is_whole = read_record()
         last = recent[-1] if recent and recent[-1].number > self._num_before.get(recent[-1].group, 0) else None
         lines = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
+        wait = find_wait(frames, recent, last if "gloo" in error.lower() else None)
         return RankState(
             rank=self.rank,
             status=status,
             stack=find_places(lines, with_conditions),
-            wait=find_wait(frames, recent, last if "gloo" in error.lower() else None),
+            wait=wait,
             uses_cpu=uses_cpu,
             recent=tuple(recent),
             groups=tuple(read_groups(self._num_before)),
@@ -120,6 +124,8 @@ class Observer:
             error=error,
             has_whole_record=is_whole,
             has_threads=has_threads(),
+            may_catch=status == "running" and may_catch(frames),
+            has_pending=has_pending(frames, recent, wait),
         )
 
     def _frames(self) -> list[FrameLine]:
@@ -136,20 +142,46 @@ class Observer:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
 
+def name_error(error: BaseException) -> str:
+    """Return type and message of an exception as Python prints them: its `__str__` may itself fail."""
+    return "".join(traceback.format_exception_only(error)).strip().removeprefix(f"{type(error).__module__}.")
+
+
 def has_threads() -> bool:
     """Whether threads of the person's run beside the main one: they may act on what the main thread waits for."""
-    return any(
+    known = threading.enumerate()
+    if any(
         thread is not threading.main_thread()
         and thread.name not in OWN_THREADS
         and type(thread).__name__ not in IDLE_THREADS
-        for thread in threading.enumerate()
-    )
+        for thread in known
+    ):
+        return True
+    # Compiled code runs Python in threads of its own, such as the callback of a collective.
+    return bool(sys._current_frames().keys() - {thread.ident for thread in known})
+
+
+def has_pending(frames: Sequence[FrameLine], recent: Sequence[Collective], wait: Wait | None) -> bool:
+    """Whether something has begun that has not ended, besides what the main thread waits for.
+
+    Messages leave no entry in gloo's flight record: their handles are looked for in the variables of the person's code.
+    """
+    awaited = wait.collective if wait is not None else None
+    if any(not entry.is_done and entry != awaited for entry in recent):
+        return True
+    for frame, _ in frames:
+        if is_shown(frame.f_code.co_filename):
+            for value in list(frame.f_locals.values()):
+                handles = value if type(value) in (list, tuple) else [value]
+                if any(is_handle(each) and not each.is_completed() for each in handles[:MAX_HANDLES]):
+                    return True
+    return False
 
 
 def read_record() -> tuple[list[Collective], bool]:
     """Return the last collectives of each group, in the order in which they began, and whether the record is whole."""
     bindings: Any = sys.modules.get("torch._C._distributed_c10d")
-    if bindings is None:
+    if not hasattr(bindings, "_dump_fr_trace_json"):  # not imported, or only half
         return [], True
     entries = json.loads(bindings._dump_fr_trace_json()).get("entries", [])
     kept: list[Collective] = []
@@ -160,6 +192,22 @@ def read_record() -> tuple[list[Collective], bool]:
         if not entry["is_p2p"] and num_of[group] <= RECENT_ENTRIES:
             kept.append(read_entry(entry))
     return kept[::-1], min((entry["record_id"] for entry in entries), default=0) == 0
+
+
+def read_begun(since: int) -> tuple[dict[str, list[str]] | None, int]:
+    """Return the names of the collectives of each group that began since an entry of the record, and the next entry.
+
+    None if the record does not go back so far.
+    """
+    bindings: Any = sys.modules.get("torch._C._distributed_c10d")
+    entries = json.loads(bindings._dump_fr_trace_json()).get("entries", [])
+    entries = sorted((each for each in entries if each["record_id"] >= since), key=lambda each: each["record_id"])
+    begun: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            begun.setdefault(entry["process_group"][0], []).append(read_entry(entry).op)
+    is_whole = not entries or entries[0]["record_id"] == since
+    return begun if is_whole else None, entries[-1]["record_id"] + 1 if entries else since
 
 
 def read_entry(entry: dict[str, Any]) -> Collective:
@@ -177,7 +225,7 @@ def read_entry(entry: dict[str, Any]) -> Collective:
 def read_groups(num_before: dict[str, int]) -> list[Group]:
     """Return the process groups that this rank belongs to."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if module is None:
+    if not hasattr(module, "_world"):  # not imported, or only half
         return []
     world, found = module._world, []
     for group, ranks in list(world.pg_group_ranks.items()):
@@ -219,8 +267,8 @@ def find_wait(
         if names and names[0] in POINT_TO_POINT:
             return Wait(names[0], call, peer=_find_rank(calls[0].f_locals, "src", "dst"))
         if pending is not None and call not in UNRECORDED:
-            root, reduce_op = _read_arguments(calls[0].f_locals) if calls else (None, "")
-            return Wait("collective", call, pending, root=root, reduce_op=reduce_op)
+            root = _find_rank(calls[0].f_locals, "src", "dst") if calls else None
+            return Wait("collective", call, pending, root=root)
         is_setup = any(frame.f_code.co_name in SETUP for frame, _ in inner)
         return Wait("setup" if is_setup else "object", call)
     is_backward = bool(inner) and inner[0][0].f_code.co_name == "_engine_run_backward"
@@ -245,8 +293,12 @@ def waits_for_handle(frame: FrameType) -> bool | None:
     if not isinstance(call.func.value, ast.Name):
         return None
     name = call.func.value.id
-    handle = frame.f_locals.get(name, frame.f_globals.get(name))
-    return any(kind.__name__ in ("Work", "Future") and "torch" in kind.__module__ for kind in type(handle).__mro__)
+    return is_handle(frame.f_locals.get(name, frame.f_globals.get(name)), "Work", "Future")
+
+
+def is_handle(value: object, *names: str) -> bool:
+    """Whether a value is what PyTorch returns for a call that goes on by itself: of one of these classes, or `Work`."""
+    return any(kind.__name__ in (names or ("Work",)) and "torch" in kind.__module__ for kind in type(value).__mro__)
 
 
 def _read_call(frame: FrameType) -> ast.Call | None:
@@ -273,12 +325,6 @@ def _names_wait(frames: Sequence[FrameLine]) -> bool:
     (frame, line), *_ = frames
     places = find_places([(frame.f_code.co_filename, line, "")], with_conditions=False)
     return bool(places) and re.search(r"\.wait\(", places[0].text) is not None
-
-
-def _read_arguments(variables: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the root rank and the reduction of a call of `torch.distributed`, where it has them."""
-    reduce_op = str(variables["op"]).rpartition(".")[2] if "op" in variables else ""
-    return _find_rank(variables, "src", "dst"), reduce_op
 
 
 def _find_rank(variables: dict[str, Any], *names: str) -> int | None:

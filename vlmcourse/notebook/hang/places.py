@@ -70,6 +70,9 @@ def find_places(lines: Iterable[tuple[str, int, str]], with_conditions: bool) ->
         lines: file, line and function of every frame, innermost first.
         with_conditions: whether to read the sources, to say under which `if` each line stands.
     """
+    lines = list(lines)
+    if lines and lines[-1][0] in PERSONS_CODE and any(file.startswith(NOTEBOOK_FOLDER) for file, _, _ in lines):
+        lines.pop()  # the command that began the rank
     shown = [each for each in lines if is_shown(each[0])]
     kept = [*shown[:MAX_PLACES], *(each for each in shown[MAX_PLACES:] if each[0] == FILE_NAME)]
     return tuple(make_place(file, line, function, with_conditions) for file, line, function in kept)
@@ -80,36 +83,20 @@ def make_place(file: str, line: int, function: str, with_conditions: bool = True
     text = linecache.getline(file, line).strip()
     if not with_conditions:
         return Place(file, line, function, text)
-    return Place(file, line, function, text, find_conditions(file, line), is_guarded(file, line))
+    return Place(file, line, function, text, find_conditions(file, line))
 
 
 def find_conditions(file: str, line: int) -> tuple[Condition, ...]:
     """Return the `if`s around a line within its function, outermost first."""
     tree = parse_source(file, tuple(linecache.getlines(file)))
     found: list[Condition] = []
-    for node in _walk_to(tree, line) if tree is not None else ():
+    for node in walk_to(tree, line) if tree is not None else ():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found = []
         elif isinstance(node, ast.If) and (node.body[0].lineno == line or line > (node.test.end_lineno or 0)):
             in_body = node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
             found.append(Condition(node.lineno, ast.unparse(node.test), in_body))
     return tuple(found)
-
-
-def is_guarded(file: str, line: int) -> bool:
-    """Whether an exception at a line is caught within its function, or may be."""
-    tree = parse_source(file, tuple(linecache.getlines(file)))
-    found = False
-    for node in _walk_to(tree, line) if tree is not None else ():
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found = False
-        elif isinstance(node, ast.Try | ast.TryStar):
-            found = found or (bool(node.handlers) and line <= (node.body[-1].end_lineno or 0))
-        elif isinstance(node, ast.With | ast.AsyncWith):
-            found = found or any(
-                "suppress" in ast.unparse(each) or "raises" in ast.unparse(each) for each in node.items
-            )
-    return found
 
 
 @cache
@@ -123,11 +110,11 @@ def parse_source(file: str, lines: tuple[str, ...]) -> ast.Module | None:
         return None
 
 
-def _walk_to(node: ast.AST, line: int) -> Iterator[ast.AST]:
+def walk_to(node: ast.AST, line: int) -> Iterator[ast.AST]:
     """Yield the statements that contain a line, from the outside in."""
     for child in ast.iter_child_nodes(node):
         first, last = getattr(child, "lineno", None), getattr(child, "end_lineno", None)
         if first is None or last is None or first <= line <= last:
             if isinstance(child, ast.stmt):
                 yield child
-            yield from _walk_to(child, line)
+            yield from walk_to(child, line)

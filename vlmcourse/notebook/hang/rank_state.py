@@ -43,8 +43,6 @@ class Place:
     """The line itself, stripped; empty where the source is not known."""
     conditions: tuple[Condition, ...] = ()
     """The `if`s around it within its function, outermost first."""
-    is_guarded: bool = False
-    """Whether it stands where an exception is caught: a collective that gives up there is not the end."""
 
     @property
     def is_cell(self) -> bool:
@@ -114,7 +112,6 @@ class Wait:
     """The rank at the other end of a send or a receive."""
     root: int | None = None
     """The rank that a broadcast, reduce, gather or scatter starts from or ends at."""
-    reduce_op: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +141,10 @@ class RankState:
     """Whether the flight record goes back to the first collective; else those of rarely used groups may be lost."""
     has_threads: bool = False
     """Whether threads of the person's run beside the main one."""
+    may_catch: bool = False
+    """Whether an error may be caught where its main thread is: a collective that gives up there is not the end."""
+    has_pending: bool = False
+    """Whether it has begun a collective or a message that has not ended, besides the one that it waits in."""
 
     @property
     def place(self) -> Place | None:

@@ -35,15 +35,21 @@ class Operation:
 class Situation:
     """The states of all ranks, and the operations that they wait in."""
 
-    def __init__(self, states: Mapping[int, RankState], died: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        states: Mapping[int, RankState],
+        died: Mapping[int, str] | None = None,
+        silent: Mapping[int, str] | None = None,
+    ) -> None:
         """Find the operations.
 
         Args:
             states: of the ranks that said something.
             died: ranks whose process ended by itself, each with how (`was killed by SIGKILL`).
+            silent: why ranks said nothing, where that is known (`it is still starting`).
         """
         self.states = dict(sorted(states.items()))
-        self.died = dict(died or {})
+        self.died, self.silent = dict(died or {}), dict(silent or {})
         self.waits: dict[int, Wait] = {
             rank: state.wait for rank, state in self.states.items() if state.wait is not None and not state.uses_cpu
         }
@@ -126,6 +132,14 @@ class Situation:
         ours, theirs = self.conditions(first), self.conditions(second)
         return any(ours[where].is_true != theirs[where].is_true for where in ours.keys() & theirs.keys())
 
+    def is_in_backward(self, operation: Operation) -> bool:
+        """Whether ranks wait in an operation that they have not called: `backward()` began it."""
+        waits = [(self.waits.get(rank), self.states[rank]) for rank in operation.waiting if rank in self.states]
+        return any(
+            wait is not None and not wait.call and any(".backward(" in place.text for place in state.stack[:1])
+            for wait, state in waits
+        )
+
     def is_saving(self, ranks: Sequence[int]) -> bool:
         """Whether ranks are in something that saves, or gathers what is to be saved."""
         stacks = [self.states[rank].stack for rank in ranks if rank in self.states]
@@ -139,9 +153,9 @@ def is_deadlock(before: Mapping[int, RankState], now: Mapping[int, RankState], w
     """Whether it is certain that no rank will ever go on.
 
     So it is when every unfinished rank waits in a collective (or for a message), none has moved between the two looks,
-    and no collective has all its members in it with the same call. Nothing is certain where a rank may act otherwise
-    than by its main thread going on: in another thread, or in an `except`; or if only the text of a line says that it
-    waits.
+    no collective has all its members in it with the same call, and no message meets its partner's. Nothing is certain
+    where a rank may act otherwise than by its main thread going on: in another thread, or in an `except`; or if only
+    the text of a line says that it waits.
 
     Args:
         before: what the ranks were doing some seconds ago.
@@ -154,17 +168,19 @@ def is_deadlock(before: Mapping[int, RankState], now: Mapping[int, RankState], w
     if any(may_act(state) for state in now.values()):
         return False
     here = Situation(now)
-    if not here.operations:
-        return False
+    if not here.operations and any(state.has_pending for state in now.values()):
+        return False  # messages alone can be told from those under way only if there are no others
     if any(not operation.missing and not here.difference(operation) for operation in here.operations):
         return False
+    if not running or not here.operations and any(state.status != "running" for state in now.values()):
+        return False  # what has ended may have left a message under way
     return all(here.operation_of(rank) is not None or _waits_in_vain(here, rank) for rank in running)
 
 
 def may_act(state: RankState) -> bool:
     """Whether a rank that waits may yet do something about it."""
     is_guess = state.wait is not None and not state.wait.is_certain
-    return state.has_threads or is_guess or any(place.is_guarded for place in state.stack)
+    return state.has_threads or state.may_catch or is_guess
 
 
 def _stood_still(before: RankState, now: RankState) -> bool:

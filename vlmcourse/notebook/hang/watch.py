@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -14,11 +16,12 @@ from types import TracebackType
 from vlmcourse.notebook.hang.diagnosis import diagnose
 from vlmcourse.notebook.hang.observer import SAMPLE_S, Observer, record_collectives
 from vlmcourse.notebook.hang.rank_state import RankState, read_states, to_json
-from vlmcourse.notebook.jobs import write_private
+from vlmcourse.notebook.jobs import is_alive, write_private
 
 WATCH_EVERY_S = 1.0
 ANSWERS_S = 3.0
 """How long a rank that has noticed a stall waits for what the others say."""
+GONE = "had ended its process without a word (os._exit(), or a signal)"
 
 
 def watch(folder: str | Path, stall_s: float = 60.0) -> None:
@@ -39,11 +42,11 @@ def watch(folder: str | Path, stall_s: float = 60.0) -> None:
         raise ValueError(f"stall_s = {stall_s}: must be more than 0 seconds")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError("hang.watch: RANK and WORLD_SIZE are not set: start the script with torchrun")
-    watcher = _Watcher(Path(folder), stall_s, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    watcher = Watcher(Path(folder), stall_s, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     threading.Thread(target=watcher.run, name="hang watch", daemon=True).start()
 
 
-class _Watcher:
+class Watcher:
     """One rank's part of `watch`."""
 
     def __init__(self, folder: Path, stall_s: float, rank: int, world_size: int) -> None:
@@ -56,14 +59,27 @@ class _Watcher:
         self._stall_s, self._rank, self._world_size = stall_s, rank, world_size
         self._observer = Observer(rank)
         self._error: BaseException | None = None
-        self._end = self._folder / f"end-{rank}.json"
-        self._end.unlink(missing_ok=True)  # of a run that had the same name
+        self._end, self._about = self._folder / f"end-{rank}.json", self._folder / f"rank-{rank}.json"
+        for path in (self._end, self._about):
+            path.unlink(missing_ok=True)  # of a run that had the same name
+        self._about_process = {"pid": os.getpid(), "host": socket.gethostname()}
+        write_private(self._about, json.dumps(self._about_process).encode())
         self._num_answered = self._num_stalls()
         atexit.register(self._leave_end)
         self._show_exception, sys.excepthook = sys.excepthook, self._note_exception
 
     def run(self) -> None:
-        """Look for ever."""
+        """Look for ever; if that fails, say so for the others' sake."""
+        try:
+            self._look_for_ever()
+        except Exception as error:
+            self._about.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                problem = {"problem": f"its watcher failed with {type(error).__name__}: {error}"}
+                write_private(self._about, json.dumps({**self._about_process, **problem}).encode())
+            raise
+
+    def _look_for_ever(self) -> None:
         before, since_s, told = self._observer.observe(with_conditions=False), time.monotonic(), ""
         while True:
             time.sleep(min(WATCH_EVERY_S, self._stall_s / 4))
@@ -103,9 +119,21 @@ class _Watcher:
             time.sleep(0.1)
             states = read_states({rank: self._folder / f"state-{rank}-{number}.json" for rank in ranks})
             states |= read_states({rank: self._folder / f"end-{rank}.json" for rank in ranks})
-        found = diagnose(states)
+        silent = {rank: self._explain_silence(rank) for rank in ranks if rank not in states}
+        died = {rank: text for rank, text in silent.items() if text == GONE}
+        found = diagnose(states, died, silent)
         if found is not None:
             print(f"hang.watch: no progress for {stalled_s:.0f} s: {found.text}", file=sys.stderr, flush=True)
+
+    def _explain_silence(self, rank: int) -> str:
+        """Say why a rank has not answered."""
+        try:
+            about = json.loads((self._folder / f"rank-{rank}.json").read_bytes())
+        except OSError:
+            return "it does not watch itself (hang.watch has not been called there)"
+        if about["host"] == socket.gethostname() and not is_alive(about["pid"]):
+            return GONE
+        return about.get("problem", f"its watcher did not answer within {ANSWERS_S:g} s")
 
     def _note_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._error = error

@@ -111,11 +111,27 @@ def check_bf16() -> str:
     return f"largest difference of losses to fp32 {gap:.4f}"
 
 
-def check_parity(strategy: str) -> str:
+def check_parity(strategy: str, *, tolerance: float = 1e-3, **overrides: object) -> str:
     """Two ranks over NCCL give the losses of one GPU."""
-    gap = largest_gap(train("single", 1), train(strategy, 2))
-    assert gap < 1e-3, f"losses of {strategy} on 2 ranks and of one rank differ by {gap:.2e}"
+    gap = largest_gap(train("single", 1), train(strategy, 2, **overrides))
+    assert gap < tolerance, f"losses of {strategy} on 2 ranks and of one rank differ by {gap:.2e}"
     return f"largest difference of losses to one GPU {gap:.1e}"
+
+
+def check_shared_samples(**overrides: object) -> str:
+    """Two ranks that share their samples (tensor, context or pipeline parallelism) give the losses of one GPU."""
+    strategy = "fsdp" if "parallel__cp" in overrides else "single"
+    split = {"train__micro_batch_size": 16, "train__accumulation_steps": 4}
+    return check_parity(strategy, **split, **overrides)
+
+
+def check_links() -> str:
+    """The links between GPUs are measured with CUDA events, and a straight line fits."""
+    done = subprocess.run(
+        [sys.executable, "bench/comm.py"], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return " ".join(done.stdout.split())
 
 
 def check_nccl() -> str:
@@ -179,6 +195,25 @@ CHECKS = (
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
+    Check("zero1 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero1")),
+    Check("zero2 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero2")),
+    Check(
+        "ddp with gradients in bf16 stays near one GPU", 2, lambda: check_parity("ddp", parallel__compression="bf16")
+    ),
+    Check("tp on 2 GPUs equals one GPU", 2, lambda: check_shared_samples(parallel__tp=2)),
+    Check("cp by ring on 2 GPUs equals one GPU", 2, lambda: check_shared_samples(parallel__cp=2)),
+    Check(
+        "cp by ulysses on 2 GPUs equals one GPU",
+        2,
+        lambda: check_shared_samples(parallel__cp=2, parallel__cp_method="ulysses"),
+    ),
+    Check("pp on 2 GPUs equals one GPU", 2, lambda: check_shared_samples(parallel__pp=2)),
+    Check(
+        "pp with a zero-bubble schedule on 2 GPUs equals one GPU",
+        2,
+        lambda: check_shared_samples(parallel__pp=2, parallel__pp_schedule="zbv"),
+    ),
+    Check("links between GPUs are measured", 2, check_links),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
 )
 

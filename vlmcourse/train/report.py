@@ -65,6 +65,8 @@ class TrainResult:
     peak_bytes: int
     """Most memory on any rank; what was measured is in `peak_is`."""
     strategy: str
+    layout: str
+    """The degrees above 1, such as "dp_shard 2 x tp 2"."""
     world_size: int
     seconds: float
     """Wall time of `fit`, evaluation and checkpoints included."""

@@ -216,6 +216,7 @@ class Trainer:
                 peak_bytes=round(max_over_ranks([peak_bytes], self.ranks)[0]),
                 peak_is=peak_is,
                 strategy=self.parallel.strategy,
+                layout=str(self.place.layout),
                 world_size=self.ranks.world_size,
                 seconds=time.perf_counter() - started_s,
                 train_seconds=train_seconds,

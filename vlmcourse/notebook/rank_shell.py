@@ -73,7 +73,7 @@ class RankShell(InteractiveShell):
 
     def showtraceback(self, exc_tuple: Any = None, *_: object, **__: object) -> None:
         """Let an exception fail the cell that IPython would only print, such as one in a file that `%run` runs."""
-        _, error, _ = self._get_exc_info(exc_tuple)
+        error = self._get_exc_info(exc_tuple)[1]
         assert error is not None
         raise error
 

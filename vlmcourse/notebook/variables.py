@@ -31,10 +31,15 @@ NEED_GROUP = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Wrappers of PyTorch that cannot be built again where there are no ranks."""
 
 
+def is_open_file(value: object) -> bool:
+    """Whether a value is a file that somebody has opened, and not one that is only in memory."""
+    standard = (sys.stdin, sys.stdout, sys.stderr)
+    return isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO) and value not in standard
+
+
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        is_file = isinstance(obj, io.IOBase) and not isinstance(obj, io.StringIO | io.BytesIO)
-        if is_file and obj not in (sys.stdin, sys.stdout, sys.stderr):
+        if is_open_file(obj):
             raise Refusal("an open file stays where it was opened: send its path, or what is in it")
         torch = sys.modules.get("torch")
         if torch is not None and type(obj).__name__ in NEED_GROUP and type(obj).__module__.startswith("torch."):

@@ -61,5 +61,14 @@ def apply_pipeline(
     """
     split = choose_split(config, model.shape)
     group = place.group("pp")
-    pipeline = Pipeline(model, group, config.pp_schedule, loss_sum=loss_sum, device=device, split=split, wrap=wrap)
+    pipeline = Pipeline(
+        model,
+        group,
+        config.pp_schedule,
+        loss_sum=loss_sum,
+        device=device,
+        split=split,
+        wrap=wrap,
+        reshard_after_forward=config.strategy != "zero2",
+    )
     return PipelinedModel(pipeline)

@@ -13,6 +13,7 @@ from torch import nn
 from vlmcourse.config import ParallelConfig
 from vlmcourse.labs import by_hand, ch01
 from vlmcourse.parallel.apply import apply_strategy
+from vlmcourse.parallel.counting import CollectiveCounter, ring_bytes
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 WIDTH, NUM_BLOCKS = 6, 3
@@ -46,11 +47,11 @@ def main(folder: Path) -> None:
         x = torch.ones(2, WIDTH, requires_grad=True)  # as the first block of a model has it
         model(x).backward()  # DDP arranges its buckets in the first passes
         model(x).backward()
-        with ch01.CollectiveCounter() as counter:
+        with CollectiveCounter() as counter:
             model(x).backward()
             dist.all_reduce(torch.ones(3, dtype=torch.float64))
         found[strategy] = {kind: (t.calls, t.payload_bytes) for kind, t in counter.counts.items()}
-        found[f"{strategy} ring"] = ch01.ring_bytes(counter.counts, ranks.world_size)
+        found[f"{strategy} ring"] = ring_bytes(counter.counts, ranks.world_size)
         if strategy == "fsdp":
             found["uneven"] = ch01.uneven_shards(model)
             with ch01.watch_gathered_weights(model) as events:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import run_ranks
@@ -25,3 +31,22 @@ def run_worker(script: str, *arguments: str, nproc: int = 2, timeout_s: float = 
         )
     except RankFailure as error:
         raise AssertionError("\n".join([*lines[-80:], str(error)])) from error
+
+
+def read_part(factory: pytest.TempPathFactory, script: str, part: str, nproc: int = 2) -> list[dict[str, Any]]:
+    """Return what each rank found in one part of `tests/<script>`, which is run once for all test files that ask.
+
+    The script gets a folder and writes `found<rank>.json` in it: by part, what the rank found.
+    """
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / Path(script).stem
+    with (shared / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker's run counts for this one too
+        if not folder.exists():
+            partial = shared / f"{folder.name}.partial"
+            partial.mkdir(exist_ok=True)
+            run_worker(script, str(partial), nproc=nproc)
+            partial.rename(folder)
+    found = [json.loads((folder / f"found{rank}.json").read_text(encoding="utf-8")) for rank in range(nproc)]
+    return [of_rank[part] for of_rank in found]

@@ -1,4 +1,4 @@
-"""Chapter 1's glue: tables of predictions, an example that is small enough to check, counters for a training step.
+"""Chapter 1's glue: tables of predictions, an example that is small enough to check, a look at FSDP's weights.
 
 Enters: what a cell of the chapter has at hand. Leaves: printed tables, and measurements as plain data that can travel
 from the ranks back to the notebook. Everything that a run needs is in the package itself; this only looks at it.
@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.digits import DigitsDataset
@@ -137,60 +133,6 @@ def uneven_shards(model: nn.Module) -> dict[str, float]:
     num_ranks = dist.get_world_size()
     excess = {name: local_part(p).numel() - p.numel() / num_ranks for name, p in model.named_parameters()}
     return {name: elements for name, elements in excess.items() if elements}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one kind of collective moved on one rank."""
-
-    calls: int = 0
-    payload_bytes: int = 0
-    """Whole tensors that were reduced or gathered, each counted once."""
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
-
-
-COLLECTIVES = {
-    "c10d.allreduce_": "all-reduce",
-    "c10d._allgather_base_": "all-gather",
-    "c10d._reduce_scatter_base_": "reduce-scatter",
-}
-RING_FACTORS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
-"""Times (N - 1) / N of the payload that a ring algorithm sends from each of N ranks."""
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Sees every operation that PyTorch runs inside `with`, and notes the collectives: calls and bytes by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, Traffic] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operation if it is a collective, and run it."""
-        if func.namespace == "c10d":
-            operation = str(func.overloadpacket)
-            name = COLLECTIVES.get(operation, operation.removeprefix("c10d.").strip("_"))
-            sizes = [t.numel() * t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)]
-            # Of the input and the output, the larger one is the whole tensor.
-            self.counts[name] = self.counts.get(name, Traffic()) + Traffic(1, max(sizes, default=0))
-        return func(*args, **(kwargs or {}))
-
-
-def ring_bytes(counts: Mapping[str, Traffic], num_ranks: int) -> dict[str, float]:
-    """Return what each rank sends if every collective runs as a ring, by kind.
-
-    Args:
-        counts: as a `CollectiveCounter` collected them.
-        num_ranks: ranks that took part.
-    Source: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
-    """
-    return {
-        kind: factor * counts[kind].payload_bytes * (num_ranks - 1) / num_ranks
-        for kind, factor in RING_FACTORS.items()
-        if kind in counts
-    }
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from vlmcourse.notebook.options import CellOptions
 from vlmcourse.notebook.rank_group import OnIdle, OnText
 from vlmcourse.notebook.rank_names import name_ranks
 from vlmcourse.notebook.starting import DirectRank
-from vlmcourse.notebook.torchrun_command import LOOPBACK, find_endpoint, format_command, torchrun_flags
+from vlmcourse.notebook.torchrun_command import LOOPBACK, build_cell_job, find_endpoint, format_command, torchrun_flags
 
 SHUTDOWN_S = 2
 """How long ranks may take to end once `torchrun` has asked them to."""
@@ -100,7 +100,7 @@ def run_elastic(
 
 def build_command(folder: JobFolder, options: CellOptions) -> list[str]:
     """Return the command that starts `torchrun` on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun_flags(options)]
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun_flags(build_cell_job(options, options.save))]
     if options.nnodes[1] == 1:
         command += ["--local-addr", LOOPBACK]  # else the ranks look for each other under this machine's public name
     command += ["--shutdown-timeout", str(SHUTDOWN_S), "--log-dir", str(folder.path / "torchrun")]

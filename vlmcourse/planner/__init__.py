@@ -13,7 +13,7 @@ from vlmcourse.planner.memory import (
     estimate_rank_memory,
     estimate_state_bytes,
 )
-from vlmcourse.planner.network import Traffic, estimate_step_traffic
+from vlmcourse.planner.network import Link, Traffic, estimate_step_traffic
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS, Precision
 from vlmcourse.planner.shapes import TowerParams, count_params
@@ -25,6 +25,7 @@ __all__ = [
     "PRECISIONS",
     "RESERVED_BYTES",
     "DeviceSpec",
+    "Link",
     "Plan",
     "Precision",
     "Problem",

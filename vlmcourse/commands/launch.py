@@ -1,0 +1,278 @@
+"""`vlmcourse launch CONFIG --target slurm|k8s|torchrun`: write what starts a training run on several machines.
+
+Enters: the same TOML file that `vlmcourse train` reads, and how many machines of how many ranks. Leaves: a Slurm batch
+script, a Kubernetes PyTorchJob (`pytorchjob.py`), or one `torchrun` command a machine, on stdout or in a file. Nothing
+is started or sent anywhere. Everything is checked here: a mistake found by the cluster costs a place in its queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
+from vlmcourse.commands.train import parse_overrides
+from vlmcourse.config import TrainConfig, check_world_size, load_config
+from vlmcourse.notebook.torchrun_command import (
+    DEFAULT_PORT,
+    SlurmRequest,
+    TorchrunJob,
+    join_command,
+    slurm_script,
+    split_hosts,
+)
+
+TARGETS = ("slurm", "k8s", "torchrun")
+DEFAULT_RANKS = 8
+DEFAULT_MINUTES = 60
+TRAIN = ("-m", "vlmcourse.cli", "train")
+FLAGS_OF = {
+    "slurm": ("minutes", "partition", "account", "setup"),
+    "k8s": ("image", "namespace", "memory", "claim"),
+    "torchrun": ("hosts", "port", "interface"),
+}
+"""Flags that have a meaning for one target only."""
+CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]*")
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a target's file or commands are."""
+
+    text: str
+    commands: tuple[str, ...] = ()
+    """What a person types, one command a machine; empty where a file is handed in."""
+    submit: str = ""
+    """The command that the file is handed in with."""
+
+    def commands_for(self, path: Path | None) -> list[str]:
+        """Return what a person types where the text is saved in `path`."""
+        return [f"{self.submit} {shlex.quote(str(path or 'FILE'))}"] if self.submit else list(self.commands)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument("config", help="a TOML file, such as configs/tiny.toml")
+    parser.add_argument("--target", required=True, choices=TARGETS, help="what starts the ranks")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or as many as --hosts names)")
+    parser.add_argument("--nproc-per-node", type=int, default=DEFAULT_RANKS, metavar="M", help="ranks on each (8)")
+    parser.add_argument("--cpu", action="store_true", help="ask for no GPUs: ranks run on CPU cores with gloo")
+    parser.add_argument("--cpus-per-node", type=int, default=0, metavar="C", help="cores on each (slurm, k8s)")
+    parser.add_argument("--name", help="of the job (default: run.name of the file)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="change one value of the file, such as train.num_steps=20; may be repeated",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of this run")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file instead of stdout")
+    parser.add_argument("--force", action="store_true", help="overwrite that file")
+    parser.add_argument("--json", action="store_true", help="print text and commands as one JSON object")
+    slurm = parser.add_argument_group("slurm")
+    slurm.add_argument("--minutes", type=int, help=f"time limit of the job (default: {DEFAULT_MINUTES})")
+    slurm.add_argument("--partition")
+    slurm.add_argument("--account")
+    slurm.add_argument("--setup", action="append", metavar="LINE", help="of shell, before; may be repeated")
+    k8s = parser.add_argument_group("k8s")
+    k8s.add_argument("--image", help="a container image with vlmcourse in it")
+    k8s.add_argument("--namespace", help="(default: default)")
+    k8s.add_argument("--memory", help="of each pod, such as 64Gi")
+    k8s.add_argument("--claim", help="a PersistentVolumeClaim that keeps what the run writes")
+    torchrun = parser.add_argument_group("torchrun")
+    torchrun.add_argument("--hosts", metavar="A,B", help="addresses of the machines, as they reach each other")
+    torchrun.add_argument("--port", type=int, help=f"where they meet, on the first (default: {DEFAULT_PORT})")
+    torchrun.add_argument("--interface", metavar="NAME", help="the network interface of those addresses, such as eth0")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file or print the text; return the exit code.
+
+    Raises:
+        ValueError: naming everything about the request that cannot be used, or the file that is there already.
+        FileNotFoundError: if there is no such TOML file, or no folder to write to.
+    """
+    config = load_config(args.config, parse_overrides(args.overrides))
+    launch = build_launch(args, config)
+    if args.out is not None:
+        write_file(args.out, launch.text, overwrite=args.force)
+    commands = launch.commands_for(args.out)
+    if args.json:
+        nodes = count_nodes(args)
+        data = {
+            "target": args.target,
+            "nodes": nodes,
+            "nproc_per_node": args.nproc_per_node,
+            "world_size": nodes * args.nproc_per_node,
+            "path": None if args.out is None else str(args.out),
+            "commands": commands,
+            "text": launch.text,
+        }
+        print(json.dumps(data))
+    elif args.out is None:
+        print(launch.text, end="")
+    else:
+        print("\n  ".join([f"wrote {args.out}; start it with", *commands]))
+    return 0
+
+
+def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
+    """Check the request and write the text for its target.
+
+    Raises:
+        ValueError: naming everything that cannot be used.
+    """
+    problems = find_problems(args)
+    name = args.name or config.run.name
+    if args.target == "k8s":
+        pods = _read_pods(args, name)
+        problems += check_pods(pods)
+    elif not name.isprintable() or not name.strip():
+        problems.append(f"--name {name!r}: must be printable text")
+    if problems:
+        raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
+    nodes = count_nodes(args)
+    check_world_size(config.parallel.strategy, nodes * args.nproc_per_node)
+    if args.target == "k8s":
+        toml = Path(args.config).read_text(encoding="utf-8-sig")
+        return Launch(write_pytorchjob(pods, toml, tuple(train_flags(args))), submit="kubectl apply -f")
+    job = TorchrunJob(
+        command=(*TRAIN, args.config, *train_flags(args)), nproc=args.nproc_per_node, nnodes=(nodes, nodes)
+    )
+    if args.target == "torchrun":
+        return _write_torchrun(args, job)
+    request = SlurmRequest(
+        job_name=name,
+        minutes=args.minutes or DEFAULT_MINUTES,
+        gpus_per_node=0 if args.cpu else args.nproc_per_node,
+        cpus_per_task=args.cpus_per_node,
+        partition=args.partition or "",
+        account=args.account or "",
+        setup=tuple(args.setup or ()),
+    )
+    return Launch(slurm_script(job, request), submit="sbatch")
+
+
+def train_flags(args: argparse.Namespace) -> list[str]:
+    """Return what `vlmcourse train` is told after the file."""
+    flags = [part for text in args.overrides for part in ("--set", text)]
+    return [*flags, "--resume"] if args.resume else flags
+
+
+def count_nodes(args: argparse.Namespace) -> int:
+    """Return how many machines there are."""
+    return args.nodes or len(list_hosts(args)) or 1
+
+
+def list_hosts(args: argparse.Namespace) -> list[str]:
+    """Return the addresses that --hosts names."""
+    return [host.strip() for host in args.hosts.split(",")] if args.hosts else []
+
+
+def find_problems(args: argparse.Namespace) -> list[str]:
+    """Return what is wrong with a request, whatever its target, one sentence each."""
+    found = [
+        f"--{flag}: has no meaning for --target {args.target}, only for {target}; leave it out"
+        for target, flags in FLAGS_OF.items()
+        for flag in flags
+        if target != args.target and getattr(args, flag) is not None
+    ]
+    if args.target == "torchrun" and args.cpus_per_node:
+        found.append("--cpus-per-node: torchrun reserves no cores; leave it out")
+    if args.force and args.out is None:
+        found.append("--force without --out: nothing is written")
+    counts = {"--nodes": args.nodes, "--nproc-per-node": args.nproc_per_node, "--minutes": args.minutes}
+    found += [
+        f"{flag} {value}: must be 1 or greater" for flag, value in counts.items() if value is not None and value < 1
+    ]
+    if args.cpus_per_node < 0:
+        found.append(f"--cpus-per-node {args.cpus_per_node}: must be 0 or greater")
+    for flag in ("partition", "account"):
+        value = getattr(args, flag)
+        if value is not None and not CLUSTER_NAME.fullmatch(value):
+            found.append(f"--{flag} {value!r}: must be letters, digits, '_', '.', ',' and '-'")
+    for line in args.setup or ():
+        if not line.isprintable():
+            found.append(f"--setup {line!r}: must be one line of shell; repeat --setup for more")
+    return found + (_find_host_problems(args) if args.target == "torchrun" else [])
+
+
+def _find_host_problems(args: argparse.Namespace) -> list[str]:
+    hosts, found = list_hosts(args), []
+    found += [f"--hosts {host!r}: must be a host name or an IPv4 address" for host in hosts if not HOST.fullmatch(host)]
+    if len(set(hosts)) < len(hosts):
+        found.append(f"--hosts {args.hosts}: names a machine twice")
+    if hosts and args.nodes is not None and args.nodes != len(hosts):
+        found.append(f"--nodes {args.nodes}: --hosts names {len(hosts)}; leave --nodes out")
+    if not hosts and args.nodes is not None and args.nodes > 1:
+        found.append(f"--nodes {args.nodes} without --hosts: torchrun has to know where they meet; name all machines")
+    if args.port is not None and not 1 <= args.port <= MAX_PORT:
+        found.append(f"--port {args.port}: must be from 1 to {MAX_PORT}")
+    if args.interface is not None and not INTERFACE.fullmatch(args.interface):
+        found.append(f"--interface {args.interface!r}: must be the name of a network interface, such as eth0")
+    if len(hosts) < 2:
+        found += [
+            f"--{flag}: one machine needs none; leave it out, or name several with --hosts"
+            for flag in ("port", "interface")
+            if getattr(args, flag) is not None
+        ]
+    return found
+
+
+def _write_torchrun(args: argparse.Namespace, job: TorchrunJob) -> Launch:
+    hosts = list_hosts(args)
+    prefix = ["CUDA_VISIBLE_DEVICES="] if args.cpu else []
+    if args.interface:
+        prefix += [f"{library}_SOCKET_IFNAME={args.interface}" for library in ("GLOO", "NCCL")]
+    jobs = split_hosts(job, hosts, args.port or DEFAULT_PORT) if len(hosts) > 1 else [job]
+    start = f"env {' '.join(prefix)} " if prefix else ""
+    commands = [start + join_command(one) for one in jobs]
+    if len(hosts) < 2:
+        return Launch(f"{commands[0]}\n", (commands[0],))
+    head = (
+        f"# One command a machine, in the same folder on each. They wait for each other at {jobs[0].endpoint}.\n"
+        "# Rank 0 writes the run's folder and may be on any of them: let them share it.\n"
+    )
+    parts = [f"# on {host}:\n{command}\n" for host, command in zip(hosts, commands, strict=True)]
+    return Launch("\n".join([head, *parts]), tuple(commands))
+
+
+def _read_pods(args: argparse.Namespace, name: str) -> PodRequest:
+    return PodRequest(
+        name=name,
+        nodes=count_nodes(args),
+        nproc=args.nproc_per_node,
+        image=args.image or "",
+        namespace=args.namespace or "default",
+        gpus=0 if args.cpu else args.nproc_per_node,
+        cpus=args.cpus_per_node,
+        memory=args.memory or "",
+        claim=args.claim or "",
+    )
+
+
+def write_file(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a text to a file.
+
+    Raises:
+        ValueError: if there is one already and it is not to be overwritten, or it cannot be written.
+        FileNotFoundError: if there is no such folder.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--out {path}: there is no folder {path.parent}: make it first")
+    try:
+        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ValueError(f"--out {path}: there is such a file already: choose another name, or add --force") from error
+    except OSError as error:
+        raise ValueError(f"--out {path}: it cannot be written ({error.strerror})") from error

@@ -25,6 +25,7 @@ from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.fsdp import find_units
 from vlmcourse.parallel.holdings import RankHoldings, measure_holdings, watch_inputs
+from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.timeline import Action, makespan_s
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.train.trainer import Trainer
@@ -220,7 +221,12 @@ def record_schedule(
 
     Returns:
         The actions of every rank, and the most bytes that this rank kept for backward.
+
+    Raises:
+        ValueError: if the trainer's model is not a pipeline.
     """
+    if not isinstance(trainer.model, PipelinedModel):
+        raise ValueError(f"a {type(trainer.model).__name__} has no schedule: set parallel.pp to 2 or more")
     pipeline = trainer.model.pipeline
     micro_batches = trainer.load_step(0) if batches is None else batches
     passes: list[list[list[Action]]] = []

@@ -34,8 +34,8 @@ def plot_causal_work(seq_len: int, cp: int, orders: Sequence[str]) -> Figure:
             rows = take_part_positions(seq_len, rank, cp, order)
             owner[rows] = np.tri(seq_len, dtype=int)[rows] * (rank + 1)
             share = 100 * pairs[rank] / sum(pairs)
-            axes.text(0.98, 0.97 - 0.09 * rank, f"rank {rank}: {share:.1f} %", transform=axes.transAxes, ha="right", va="top",
-                      fontsize=10, color=RANK_COLOURS[rank + 1], weight="bold")  # fmt: skip
+            style = {"color": RANK_COLOURS[rank + 1], "weight": "bold", "ha": "right", "va": "top", "fontsize": 10}
+            axes.text(0.98, 0.97 - 0.09 * rank, f"rank {rank}: {share:.1f} %", transform=axes.transAxes, **style)
         axes.imshow(owner, cmap=ListedColormap(RANK_COLOURS[: cp + 1]), vmin=0, vmax=cp, interpolation="nearest")
         axes.set(title=order, xlabel="key (position)", ylabel="query (position)")
     figure.suptitle("Pairs of query and key that each rank computes under a causal mask")

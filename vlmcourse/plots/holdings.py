@@ -33,14 +33,12 @@ def plot_holdings(strategies: Mapping[str, Sequence[RankHoldings]]) -> Figure:
     """
     cards = [(name, ranks, holder) for name, ranks in strategies.items() for holder in ranks]
     num_rows = -(-len(cards) // 2)
-    figure, panels = new_figure(0.7 + 1.32 * num_rows, num_rows, 2, squeeze=False, sharex=True)
+    figure, panels = new_figure(0.7 + 1.32 * num_rows, num_rows, 2, squeeze=False, sharex=True, sharey=True)
     for axes, (name, ranks, holder) in zip(panels.flat, cards, strict=False):
         _draw_card(axes, ranks, holder)
         axes.set_title(f"{name}, rank {holder.rank}", fontsize=10, loc="left")
     for axes in panels.flat[len(cards) :]:
         axes.set_axis_off()
-    for row in panels:
-        row[1].set_yticklabels([])
     for axes in panels[-1]:
         axes.set_xlabel("layer; at the right samples (down) and positions (across)", fontsize=8)
     handles = [

@@ -30,7 +30,7 @@ def plot_schedules(schedules: Mapping[str, Sequence[Sequence[Action]]]) -> Figur
     """
     num_ranks = max(len(ranks) for ranks in schedules.values())
     figure, panels = new_figure(
-        0.75 + (0.5 + 0.3 * num_ranks) * len(schedules), len(schedules), 1, squeeze=False, sharex=True
+        1.0 + (0.5 + 0.3 * num_ranks) * len(schedules), len(schedules), 1, squeeze=False, sharex=True
     )
     longest_ms = 1e3 * max(makespan_s(ranks) for ranks in schedules.values())
     for axes, (name, ranks) in zip(panels[:, 0], schedules.items(), strict=True):
@@ -53,6 +53,7 @@ def plot_schedules(schedules: Mapping[str, Sequence[Sequence[Action]]]) -> Figur
         axes.set(ylim=(len(ranks) - 0.5, -0.5), xlim=(0, 1.02 * longest_ms))
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle("What every rank did in one step")
     panels[-1, 0].set_xlabel("time since the first action of the step (ms)")
     kinds = {action.kind for ranks in schedules.values() for actions in ranks for action in actions}
     handles = [Patch(facecolor=colour, label=name) for kind, (name, colour) in KINDS.items() if kind in kinds]

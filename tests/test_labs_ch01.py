@@ -12,9 +12,13 @@ from ranks import run_worker
 
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.labs import ch01
-from vlmcourse.planner import count_params
+from vlmcourse.layout import ParallelConfig
+from vlmcourse.models.vlm import build_model
+from vlmcourse.planner import Plan, check_plan, count_params
+from vlmcourse.planner.context_traffic import estimate_attention_traffic
+from vlmcourse.planner.degrees import resolve_auto
 from vlmcourse.planner.shapes import count_embedding_params, count_language_layer_params
-from vlmcourse.presets import get_model
+from vlmcourse.presets import get_cluster, get_model
 
 
 @pytest.mark.parametrize(
@@ -121,3 +125,45 @@ def test_an_event_that_is_not_there_is_an_error() -> None:
     assert ch01.first_event([("forward a", 1), ("backward a", 2)], "backward") == 1
     with pytest.raises(ValueError, match="none of 0 events begins with 'x'"):
         ch01.first_event([], "x")
+
+
+def test_shapes_for_pipelines_and_odd_heads_can_be_built() -> None:
+    assert ch01.deeper_tiny(6).language.num_layers == 6
+    shape = ch01.odd_tiny(5)
+    assert (shape.vision.num_heads, shape.vision.hidden_size) == (5, 80)
+    build_model(shape, device="meta")
+    build_model(ch01.deeper_tiny(), device="meta")
+
+
+def test_a_sample_without_its_picture_is_text_only() -> None:
+    _, collate, samples = ch01.load_example(2)
+    text = ch01.without_picture(samples[0])
+    batch = collate([text])
+    assert not text.images and batch.num_visual_tokens == 0 and batch.num_supervised_tokens > 0
+
+
+def test_the_text_is_right_about_plans_for_the_26b_model() -> None:
+    shape, cluster = get_model("internvl2-26b"), get_cluster("h100x8")
+    rule, _ = resolve_auto(ParallelConfig(strategy="auto"), 8, shape)
+    assert (rule.strategy, rule.tp, rule.vision_tp) == ("fsdp", 2, 1)
+    of_rule = check_plan(Plan(dp_shard=4, zero_stage=3, tp=2), shape, cluster)
+    alone = check_plan(Plan(dp_shard=8, zero_stage=3), shape, cluster)
+    assert of_rule.ok and alone.ok
+    assert round((of_rule.memory.device_total - alone.memory.device_total) / 1e9) == 9
+    assert round(16 * count_params(shape).vision / 1e9) == 89
+    assert check_plan(Plan(tp=8), shape, cluster).codes == ("memory",)
+    assert check_plan(Plan(dp_shard=2, zero_stage=3, pp=4), shape, cluster).codes == ("memory",)
+    for plan in (Plan(dp_shard=1000, zero_stage=3), Plan(dp_shard=64, zero_stage=3, tp=4, pp=4)):
+        assert check_plan(plan, shape, cluster).memory.state < 2e9
+    assert Plan(tp=2, dp_shard=4, zero_stage=2).global_batch_size(16) == 64
+
+
+def test_the_text_is_right_about_context_parallel_traffic() -> None:
+    language = get_model("internvl2-26b").language
+    sizes = {"num_heads": language.num_heads, "num_kv_heads": language.num_kv_heads, "head_width": 128}
+    sent = {
+        method: [estimate_attention_traffic(method, num_tokens=32768, cp=cp, **sizes).total for cp in (2, 4, 8, 16)]
+        for method in ("ring", "allgather", "ulysses")
+    }
+    assert sent["ring"] == [2 * size for size in sent["allgather"]]
+    assert [u < a for u, a in zip(sent["ulysses"], sent["allgather"], strict=True)] == [False, False, True, True]

@@ -19,7 +19,11 @@ from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.monitor.ledger import Ledger
+from vlmcourse.monitor.step_cost import StepCost
+from vlmcourse.parallel.holdings import LayerShare, RankHoldings
+from vlmcourse.parallel.timeline import Action
 from vlmcourse.planner import StateBytes, estimate_state_bytes
+from vlmcourse.plots.holdings import find_box
 from vlmcourse.presets import get_model
 
 MB, GB = 10**6, 10**9
@@ -69,6 +73,54 @@ def tokens_figure() -> Figure:
     return plots.plot_tokens(collate(DigitsDataset(3, seed=0, split="train")[:]), shape.image_token_id)
 
 
+def held(
+    rank: int, coordinates: dict[str, int], share: LayerShare, positions: tuple[tuple[int, int], ...]
+) -> RankHoldings:
+    at = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 0) | coordinates
+    inputs = {"language 0": (1, sum(end - start for start, end in positions))}
+    layers = {"language 0": share, "output": share}
+    return RankHoldings(rank, at, (f"sample {at['dp_shard']}",), 8, positions, layers, inputs, 100, 50)
+
+
+def fsdp_holdings() -> list[RankHoldings]:
+    half = LayerShare(tensor=1.0, weights=0.5, gradients=0.5, optimizer=0.5)
+    return [held(rank, {"dp_shard": rank}, half, ((0, 8),)) for rank in range(2)]
+
+
+def holdings_figure() -> Figure:
+    half = LayerShare(tensor=0.5, weights=0.5, gradients=0.5, optimizer=0.5)
+    tensor = [held(rank, {"tp": rank}, half, ((0, 8),)) for rank in range(2)]
+    return plots.plot_holdings({"FSDP": fsdp_holdings(), "tensor": tensor})
+
+
+def timeline() -> list[list[Action]]:
+    first = [Action(0, "F", 0, 0, 0.0, 0.1), Action(0, "B", 0, 0, 0.3, 0.4)]
+    return [first, [Action(1, "F", 0, 1, 0.1, 0.2), Action(1, "B", 0, 1, 0.2, 0.3)]]
+
+
+def schedules_figure() -> Figure:
+    return plots.plot_schedules({"1f1b": timeline()})
+
+
+def causal_figure() -> Figure:
+    return plots.plot_causal_work(16, 2, ("contiguous", "zigzag"))
+
+
+def traffic_figure() -> Figure:
+    return plots.plot_context_traffic({"ring": [2 * MB, 4 * MB], "ulysses": [3 * MB, None]}, (2, 4), "One layer")
+
+
+def strategies_figure() -> Figure:
+    whole, half = Ledger(4 * MB, 4 * MB, 8 * MB), Ledger(2 * MB, 2 * MB, 4 * MB)
+    costs = {
+        "DDP": [StepCost(whole, 8 * MB, 4 * MB, 0.1)] * 2,
+        "FSDP": [StepCost(half, 8 * MB, 6 * MB, 0.2)] * 2,
+        "DDP on 4": [StepCost(whole, 4 * MB, 6 * MB, 0.4)] * 4,
+        "FSDP on 4": [StepCost(half, 4 * MB, 6 * MB, 0.6)] * 4,
+    }
+    return plots.plot_strategies(costs, references=("DDP", "DDP on 4"))
+
+
 FIGURES = {
     "state": state_figure,
     "ledgers": ledger_figure,
@@ -78,6 +130,11 @@ FIGURES = {
     "losses": losses_figure,
     "samples": samples_figure,
     "tokens": tokens_figure,
+    "holdings": holdings_figure,
+    "schedules": schedules_figure,
+    "causal": causal_figure,
+    "context traffic": traffic_figure,
+    "strategies": strategies_figure,
 }
 
 
@@ -102,12 +159,13 @@ def test_a_figure_has_a_title_named_axes_and_legible_text_and_is_shown_once(name
         named_ticks = [[tick.get_text() for tick in ticks()] for ticks in (axes.get_xticklabels, axes.get_yticklabels)]
         shares_x = len(axes.get_shared_x_axes().get_siblings(axes)) > 1
         assert axes.get_xlabel() or shares_x or any("rank" in name for name in named_ticks[0])
-        assert axes.get_ylabel() or any(named_ticks[1])
+        shares_y = len(axes.get_shared_y_axes().get_siblings(axes)) > 1
+        assert axes.get_ylabel() or shares_y or any(named_ticks[1])
     assert min(text.get_fontsize() for text in texts_of(figure)) >= SMALLEST_FONT_POINTS
     assert not plt.get_fignums(), "a figure left open is shown twice in a notebook"
 
 
-@pytest.mark.parametrize("name", ["state", "ledgers", "ranks", "gathered"])
+@pytest.mark.parametrize("name", ["state", "ledgers", "ranks", "gathered", "context traffic", "strategies"])
 def test_axes_of_bytes_name_their_unit(name: str) -> None:
     figure = FIGURES[name]()
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
@@ -206,3 +264,51 @@ def test_tokens_are_coloured_by_kind_and_counted() -> None:
     assert (kinds == 0).sum() == (~batch.attention_mask_BS).sum()
     counts = [(row != IGNORE_LABEL).sum().item() for row in batch.labels_BS]
     assert [text.get_text() for text in axes.texts if text.get_text().isdigit()] == [str(count) for count in counts]
+
+
+def test_shards_are_drawn_as_upper_and_lower_parts_and_matrices_as_left_and_right_ones() -> None:
+    whole, upper, lower = fsdp_holdings(), (0, 0, 1, 0.5), (0, 0.5, 1, 0.5)
+    assert [find_box(whole, holder, "weights", "output") for holder in whole] == [upper, lower]
+    assert [find_box(whole, holder, "activations", "language 0") for holder in whole] == [upper, lower]
+    half = LayerShare(tensor=0.5, weights=0.5, gradients=0.5, optimizer=0.5)
+    split = [held(rank, {"tp": rank}, half, ((0, 4),)) for rank in range(2)]
+    assert [find_box(split, holder, "weights", "output") for holder in split] == [(0, 0, 0.5, 1), (0.5, 0, 0.5, 1)]
+    assert [find_box(split, holder, "activations", "language 0") for holder in split] == [
+        (0, 0, 0.5, 1),
+        (0.5, 0, 0.5, 1),
+    ]
+
+
+def test_copies_and_quarters_are_drawn_where_they_are() -> None:
+    copy = LayerShare(tensor=1.0, weights=1.0, gradients=1.0, optimizer=0.25)
+    ranks = [held(rank, {"dp_replicate": rank}, copy, ((0, 8),)) for rank in range(2)]
+    assert [find_box(ranks, holder, "weights", "output") for holder in ranks] == [(0, 0, 1, 1)] * 2
+    quarter = LayerShare(tensor=0.5, weights=0.25, gradients=0.25, optimizer=0.25)
+    grid = [held(2 * d + t, {"dp_shard": d, "tp": t}, quarter, ((0, 8),)) for d in range(2) for t in range(2)]
+    corners = [find_box(grid, holder, "weights", "output")[:2] for holder in grid]
+    assert corners == [(0, 0), (0.5, 0), (0, 0.5), (0.5, 0.5)]
+    elsewhere = held(0, {}, LayerShare(), ((0, 8),))
+    assert find_box([elsewhere], elsewhere, "weights", "output")[2:] == (0, 0)
+
+
+def test_a_schedule_shows_each_action_when_it_ran_and_how_long_ranks_wait() -> None:
+    axes = schedules_figure().axes[0]
+    waiting, actions = bars(axes)[:2], bars(axes)[2:]
+    assert [bar.get_width() for bar in waiting] == pytest.approx([400, 400])
+    assert [(bar.get_x(), bar.get_width()) for bar in actions] == [
+        pytest.approx(p) for p in ((0, 100), (300, 100), (100, 100), (200, 100))
+    ]
+    assert "wait 50 %" in axes.get_title(loc="left")
+
+
+def test_causal_work_names_the_share_of_every_rank() -> None:
+    contiguous, zigzag = ([text.get_text() for text in axes.texts] for axes in causal_figure().axes)
+    assert contiguous == ["rank 0: 26.5 %", "rank 1: 73.5 %"]
+    assert zigzag == ["rank 0: 50.0 %", "rank 1: 50.0 %"]
+
+
+def test_strategies_are_compared_with_the_reference_on_as_many_ranks() -> None:
+    memory, sent, time = strategies_figure().axes
+    assert [text.get_text().strip() for text in memory.texts] == ["24.0", "16.0", "20.0", "12.0"]
+    assert [text.get_text().strip() for text in sent.texts] == ["4.00", "6.00", "6.00", "6.00"]
+    assert [text.get_text().strip() for text in time.texts] == ["1.0", "2.0", "1.0", "1.5"]

@@ -51,10 +51,10 @@ class Chapter:
 
 CHAPTERS = {
     "ch01_parallelism": Chapter(
-        title="Parallelism: DDP and FSDP",
-        minutes=75,
+        title="Parallelism: split samples, matrices, sequences, layers",
+        minutes=120,
         min_memory_gib=4,
-        on_cpu="everything, on 2 gloo ranks",
+        on_cpu="everything, on 2 gloo ranks, two cells on 4",
         on_gpu="the same cells on NCCL, with peak memory read from the CUDA allocator",
     ),
 }

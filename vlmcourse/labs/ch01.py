@@ -1,4 +1,4 @@
-"""Chapter 1's glue: tables of predictions, an example that is small enough to check, a look at FSDP's weights.
+"""Chapter 1's glue: tables of predictions, examples that are small enough to check, looks at a live run.
 
 Enters: what a cell of the chapter has at hand. Leaves: printed tables, and measurements as plain data that can travel
 from the ranks back to the notebook. Everything that a run needs is in the package itself; this only looks at it.
@@ -6,6 +6,7 @@ from the ranks back to the notebook. Everything that a run needs is in the packa
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.digits import DigitsDataset
-from vlmcourse.data.samples import Sample
-from vlmcourse.data.tokenizer import load_tokenizer
+from vlmcourse.data.samples import Batch, Sample
+from vlmcourse.data.tokenizer import IMAGE_MARKER, load_tokenizer
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.fsdp import find_units
-from vlmcourse.presets import get_model
+from vlmcourse.parallel.holdings import RankHoldings, measure_holdings, watch_inputs
+from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.timeline import Action, makespan_s
+from vlmcourse.presets import VLMShape, get_model
+from vlmcourse.train.trainer import Trainer
 
 MAX_SEQ_LEN = 256
 
@@ -188,3 +194,71 @@ def first_event(events: Sequence[tuple[str, int]], start: str) -> int:
         if name.startswith(start):
             return index
     raise ValueError(f"none of {len(events)} events begins with {start!r}")
+
+
+# --- Strategies on live ranks ---------------------------------------------------------------------------------------
+
+
+def report_holdings(trainer: Trainer) -> RankHoldings:
+    """Make one optimizer step and return what this rank holds; all ranks must call this."""
+    with watch_inputs(trainer.model) as inputs:
+        trainer.train_step()
+    batches = trainer.load_step(trainer.step - 1)
+    return measure_holdings(
+        trainer.model, trainer.optimizer, trainer.shape, trainer.place, trainer.parallel, batches, inputs
+    )
+
+
+def record_schedule(
+    trainer: Trainer, batches: Sequence[Batch] | None = None, num_steps: int = 4
+) -> tuple[list[list[Action]], int]:
+    """Run forward and backward of a pipeline a few times and return the fastest pass; all ranks must call this.
+
+    Args:
+        trainer: of a pipeline; its weights stay as they are.
+        batches: micro-batches to run instead of those of the first step; the same on every rank.
+        num_steps: passes that are recorded, after one that is not.
+
+    Returns:
+        The actions of every rank, and the most bytes that this rank kept for backward.
+
+    Raises:
+        ValueError: if the trainer's model is not a pipeline.
+    """
+    if not isinstance(trainer.model, PipelinedModel):
+        raise ValueError(f"a {type(trainer.model).__name__} has no schedule: set parallel.pp to 2 or more")
+    pipeline = trainer.model.pipeline
+    micro_batches = trainer.load_step(0) if batches is None else batches
+    passes: list[list[list[Action]]] = []
+    for number in range(num_steps + 1):
+        trainer.optimizer.zero_grad(set_to_none=True)
+        pipeline.record = number > 0
+        pipeline.forward_backward(micro_batches)
+        if pipeline.record:
+            passes.append(pipeline.gather_actions())
+    pipeline.record = False
+    with ActivationMeter() as meter:
+        pipeline.forward_backward(micro_batches)
+    return min(passes, key=makespan_s), meter.peak_bytes
+
+
+def deeper_tiny(num_language_layers: int = 6) -> VLMShape:
+    """Return tiny's shape with more language layers, so that a pipeline has something to split."""
+    tiny = get_model("tiny")
+    language = dataclasses.replace(tiny.language, num_layers=num_language_layers)
+    return dataclasses.replace(tiny, name="tiny, deeper", language=language)
+
+
+def odd_tiny(num_heads: int = 5) -> VLMShape:
+    """Return tiny's shape with a vision tower of as many heads as asked for, each of 16 channels."""
+    tiny = get_model("tiny")
+    vision = dataclasses.replace(tiny.vision, num_heads=num_heads, hidden_size=16 * num_heads)
+    return dataclasses.replace(tiny, name=f"tiny, {num_heads} vision heads", vision=vision)
+
+
+def without_picture(sample: Sample) -> Sample:
+    """Return the conversation of a sample alone."""
+    messages = tuple(
+        dataclasses.replace(message, text=message.text.replace(IMAGE_MARKER, "").strip()) for message in sample.messages
+    )
+    return dataclasses.replace(sample, images=(), messages=messages)

@@ -129,3 +129,12 @@ def count_visible_pairs(seq_len: int, cp: int, order: str) -> list[int]:
     # The query at position p sees p + 1 keys; chunk c holds the positions c * length ... (c + 1) * length - 1.
     of_chunk = [length * c * length + length * (length + 1) // 2 for c in range(count_chunks(cp, order))]
     return [sum(of_chunk[c] for c in chunks_of_rank(rank, cp, order)) for rank in range(cp)]
+
+
+def take_part_positions(seq_len: int, rank: int, cp: int, order: str) -> list[int]:
+    """Return the positions that one rank of a context-parallel group holds, in the order in which it holds them.
+
+    Raises:
+        ValueError: if the sequence does not fall into equal chunks.
+    """
+    return take_part(torch.arange(seq_len), 0, rank, cp, order).tolist()

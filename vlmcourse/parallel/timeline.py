@@ -1,12 +1,14 @@
 """What a pipeline really ran: every forward and backward of a step with its rank, micro-batch, stage and time.
 
-Enters: actions as they happen. Leaves: a list of `Action` a rank, to draw and to compute the bubble from.
+Enters: actions as they happen. Leaves: a list of `Action` a rank, to draw, to compute the bubble from, and to run again
+on paper with other times.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -102,3 +104,68 @@ def bubble_fraction(ranks: Sequence[Sequence[Action]]) -> float:
     end = max(action.end_s for actions in ranks for action in actions)
     busy = sum(action.end_s - action.start_s for actions in ranks for action in actions)
     return 1 - busy / (len(ranks) * (end - start))
+
+
+def makespan_s(ranks: Sequence[Sequence[Action]]) -> float:
+    """Return the seconds from the first action of any rank to the end of the last."""
+    actions = [action for of_rank in ranks for action in of_rank]
+    return max(action.end_s for action in actions) - min(action.start_s for action in actions)
+
+
+def mean_costs(ranks: Sequence[Sequence[Action]]) -> dict[tuple[str, int], float]:
+    """Return the mean seconds of an action by kind and stage."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for action in (action for of_rank in ranks for action in of_rank):
+        seconds.setdefault((action.kind, action.stage), []).append(action.end_s - action.start_s)
+    return {which: fmean(of_action) for which, of_action in sorted(seconds.items())}
+
+
+def replay_actions(ranks: Sequence[Sequence[Action]], cost_s: Mapping[tuple[str, int], float]) -> list[list[Action]]:
+    """Run the order of a step again on paper: every action begins when its rank is free and its input is there.
+
+    Messages take no time. A forward needs that of the stage before, a backward (whole, or its part for activations)
+    that of the stage behind or, on the last stage, its own forward; the part for weights needs that for activations.
+
+    Args:
+        ranks: the actions of each rank in their order; their times are not read.
+        cost_s: seconds of an action by kind and stage.
+
+    Returns:
+        The same actions with other times, from 0 on.
+
+    Raises:
+        ValueError: if an action waits for one that never comes.
+    """
+    last_stage = max(action.stage for of_rank in ranks for action in of_rank)
+    ended: dict[tuple[str, int, int], float] = {}
+    replayed: list[list[Action]] = [[] for _ in ranks]
+    num_actions = sum(map(len, ranks))
+    while (done := sum(map(len, replayed))) < num_actions:
+        for of_rank, new in zip(ranks, replayed, strict=True):
+            for action in of_rank[len(new) :]:
+                needed = _needs(action, last_stage)
+                if needed is not None and needed not in ended:
+                    break
+                start = max(new[-1].end_s if new else 0.0, ended[needed] if needed is not None else 0.0)
+                new.append(action._replace(start_s=start, end_s=start + cost_s[action.kind, action.stage]))
+                step = "F" if action.kind == "F" else "W" if action.kind == "W" else "B"
+                ended[step, action.microbatch, action.stage] = new[-1].end_s
+        if done == sum(map(len, replayed)):
+            waiting = [
+                of_rank[len(new)] for of_rank, new in zip(ranks, replayed, strict=True) if len(new) < len(of_rank)
+            ]
+            raise ValueError(
+                f"{len(waiting)} ranks wait for actions that are not in this step, the first in {waiting[0]}"
+            )
+    return replayed
+
+
+def _needs(action: Action, last_stage: int) -> tuple[str, int, int] | None:
+    """Return kind, micro-batch and stage of the action whose result this one waits for."""
+    if action.kind == "F":
+        return ("F", action.microbatch, action.stage - 1) if action.stage else None
+    if action.kind == "W":
+        return "B", action.microbatch, action.stage
+    if action.stage == last_stage:
+        return "F", action.microbatch, action.stage
+    return "B", action.microbatch, action.stage + 1

@@ -1,24 +1,34 @@
 """Every figure of the course: result objects in, matplotlib figures out, one message each.
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
-By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees).
+By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees),
+`holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules), `strategies` (side by side).
 """
 
+from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
+from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
+from vlmcourse.plots.pipeline import plot_schedules
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
+from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.training import plot_losses, plot_training
 
 __all__ = [
     "COLOURS",
+    "plot_causal_work",
     "plot_collectives",
+    "plot_context_traffic",
     "plot_conversations",
     "plot_gathered_weights",
+    "plot_holdings",
     "plot_ledgers",
     "plot_losses",
     "plot_memory_over_ranks",
+    "plot_schedules",
     "plot_state",
+    "plot_strategies",
     "plot_tokens",
     "plot_training",
 ]

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TOWERS, OptimizerConfig
 from vlmcourse.parallel.apply import named_plain_parameters
-from vlmcourse.parallel.clipping import clip_over_stages
+from vlmcourse.parallel.clipping import clip_over_stages, total_norm
 from vlmcourse.parallel.data import shard_optimizer
 from vlmcourse.parallel.pipelined import PipelinedModel
 
@@ -137,9 +136,7 @@ def clip_global_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
     Communicates: where gradients are shards, all-reduces of 4 bytes to add up the ranks' squares.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)

@@ -12,7 +12,7 @@ from ranks import run_worker
 from vlmcourse.parallel.holdings import LayerShare, RankHoldings, layer_of, layers_of, tabulate_holdings
 from vlmcourse.parallel.timeline import Action, bubble_fraction, makespan_s, mean_costs, replay_actions
 from vlmcourse.planner import count_params
-from vlmcourse.planner.stages import ideal_bubble_fraction
+from vlmcourse.planner.schedules import ideal_bubble_fraction
 from vlmcourse.presets import get_model
 
 TINY = get_model("tiny")

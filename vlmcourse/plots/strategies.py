@@ -27,7 +27,7 @@ def plot_strategies(costs: Mapping[str, Sequence[StepCost]], references: Sequenc
         A figure of three panels: memory of the fullest rank by owner in MB, the most that a rank sends in MB, and the
         seconds of a step over those of the reference on as many ranks.
     """
-    figure, (memory, sent, time) = new_figure(1.3 + 0.33 * len(costs), 1, 3, sharey=True, width_ratios=(5, 3, 3))
+    figure, (memory, sent, time) = new_figure(1.3 + 0.37 * len(costs), 1, 3, sharey=True, width_ratios=(5, 3, 3))
     base_s = {len(costs[name]): max(cost.step_s for cost in costs[name]) for name in references}
     for row, ranks in enumerate(costs.values()):
         full = fullest(ranks)

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.cuda import nccl
@@ -55,7 +56,7 @@ class Check:
     """Returns what was seen; raises `NotHereError`, or any other exception where the claim is false."""
 
 
-def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: object) -> dict:
+def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) -> dict:
     """Train the tiny model for a few steps in processes of their own and return the result with all losses.
 
     Args:
@@ -111,14 +112,14 @@ def check_bf16() -> str:
     return f"largest difference of losses to fp32 {gap:.4f}"
 
 
-def check_parity(strategy: str, *, tolerance: float = 1e-3, **overrides: object) -> str:
+def check_parity(strategy: str, *, tolerance: float = 1e-3, **overrides: Any) -> str:
     """Two ranks over NCCL give the losses of one GPU."""
     gap = largest_gap(train("single", 1), train(strategy, 2, **overrides))
     assert gap < tolerance, f"losses of {strategy} on 2 ranks and of one rank differ by {gap:.2e}"
     return f"largest difference of losses to one GPU {gap:.1e}"
 
 
-def check_shared_samples(**overrides: object) -> str:
+def check_shared_samples(**overrides: Any) -> str:
     """Two ranks that share their samples (tensor, context or pipeline parallelism) give the losses of one GPU."""
     strategy = "fsdp" if "parallel__cp" in overrides else "single"
     split = {"train__micro_batch_size": 16, "train__accumulation_steps": 4}

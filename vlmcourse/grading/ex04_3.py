@@ -16,7 +16,7 @@ from vlmcourse.grading.placements import Placement, credit, make_placements, slo
 MAX_SHOWN = 3
 """Wrong cases that the feedback shows."""
 CALL_LIMIT_S = 5.0
-PROBES = {"small": 20, "vlm": 20, "deep": 8}
+PROBES = {"small": 20, "vlm": 20, "deep": 5}
 PROBE_SEED = 43
 """Cases that a function with wrong answers is asked besides, only to find out why."""
 

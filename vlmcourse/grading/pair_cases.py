@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-PARTS = ("w_in", "b_in", "w_out", "b_out")
+PARTS: tuple[str, ...] = ("w_in", "b_in", "w_out", "b_out")
 """The weights of the MLP, in the order in which a learner's functions take them."""
 TOLERANCE = 1e-4
 """Largest difference, as a share of the largest expected number: fp32 sums in another order stay below 1e-5."""
@@ -138,7 +139,7 @@ def run_mlp(x: Tensor, grad_y: Tensor, weights: Mapping[str, Tensor]) -> tuple[T
     return y.detach(), grad_x, dict(zip(leaves, grads, strict=True))
 
 
-def name_value(got: object, candidates: Mapping[str, Tensor]) -> str:
+def name_value(got: Any, candidates: Mapping[str, Tensor]) -> str:
     """Return the word of the candidate that a value equals; "missing", "shape", "nan" or "off" where it is none."""
     if not isinstance(got, Tensor):
         return "missing"
@@ -151,7 +152,7 @@ def name_value(got: object, candidates: Mapping[str, Tensor]) -> str:
     return next((word for word, candidate in candidates.items() if is_near(value, candidate)), "off")
 
 
-def name_part_grad(got: object, expected: Tensor, num_ranks: int) -> str:
+def name_part_grad(got: Any, expected: Tensor, num_ranks: int) -> str:
     """Return the word for the gradient of a part; see `name_value`."""
     return name_value(got, {"right": expected, "times_ranks": expected * num_ranks, "over_ranks": expected / num_ranks})
 

@@ -49,7 +49,7 @@ class RecordCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_numbers(value: object) -> int:
+def _count_numbers(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel()
     return sum(map(_count_numbers, value)) if isinstance(value, (list, tuple)) else 0
@@ -61,6 +61,7 @@ def main(folder: Path) -> None:
     job = pickle.loads((folder / "job.pickle").read_bytes())
     with (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8") as reports:
         run = _Run(dist.FileStore(str(folder / "store"), world_size), rank, world_size, job["timeout_s"], reports)
+        run.meet("started")  # one that is slow to start must not find that the others gave its group up
         for number, answer in enumerate(job["answers"]):
             run.run_cases(number, answer, job["cases"])
         run.meet("end")
@@ -88,7 +89,8 @@ class _Run:
         function = _load(answer)
         self.meet(f"{number}:loaded")  # what a function imports takes seconds, and others would wait in a collective
         for index, case in enumerate(cases):
-            report = self.run_case(function, case) | {"answer": number, "case": index}
+            report = self.run_case(function, case)
+            report |= {"answer": number, "case": index}
             self.reports.write(json.dumps(report) + "\n")
             self.reports.flush()
             if self.meet(f"{number}:{index}", report["status"]) != {"done"}:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from vlmcourse.grading.checks import as_number
 from vlmcourse.grading.placements import EXACT, Placement, best_counts, credit, slowest, stage_costs
 
 MIN_TELLING = 3
@@ -30,7 +31,7 @@ def read_placement(answer: Any, case: Placement) -> tuple[list[int], str]:
         return [], f"return a list with the number of layers of each stage, not {type(answer).__name__}"
     if answer and all(isinstance(item, (list, tuple, range)) for item in answer):
         return _read_layers([list(item) for item in answer], num_layers, num_stages)
-    if not all(isinstance(item, numbers.Real) and not isinstance(item, bool) and item == int(item) for item in answer):
+    if not all(as_number(item) is not None and float(item).is_integer() for item in answer):
         return [], f"return whole numbers of layers, not {answer!r:.80}"
     counts = [int(item) for item in answer]
     if len(counts) != num_stages:
@@ -145,7 +146,7 @@ def _explain_greedy(answers: Answers) -> str:
     return (
         f"you fill one stage after the other up to the mean. With costs {[*case.costs]} on {case.num_stages} stages "
         f"the mean is {mean:.4g}, and {counts} takes {slowest(case.costs, counts):.4g} where {better} takes "
-        f"{case.best():.4g}: what an early stage leaves over falls to the later ones"
+        f"{case.best():.4g}: each stage decides alone, and what is left falls to the others"
     )
 
 

@@ -3,6 +3,8 @@
 # Each is run on ranks, to which functions travel by value: what they use stands inside them.
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -122,7 +124,7 @@ def in_place_and_hook(x, w_in, b_in, w_out, b_out):
 
     def sum_of(tensor):
         total = tensor.clone()
-        work = dist.all_reduce(total, async_op=True)
+        work: Any = dist.all_reduce(total, async_op=True)
         work.wait()
         return total
 

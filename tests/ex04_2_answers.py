@@ -356,6 +356,13 @@ def fixed_to_two_ranks(x, w_in, b_in, w_out, b_out):
     return mine + theirs + b_out
 
 
+def leaves_out(x, w_in, b_in, w_out, b_out):
+    y = F.gelu(F.linear(x, w_in, b_in)) @ w_out.T
+    if dist.get_rank() == 0:
+        dist.all_reduce(y)
+    return y + b_out
+
+
 def fails_on_rank_1(x, w_in, b_in, w_out, b_out):
     if dist.get_rank() == 1:
         raise KeyError("w_in_1")
@@ -394,6 +401,11 @@ WRONG_PAIRS = {
         pair(forward="skip on rank 1"),
         0,
         "is allreduce of 36 numbers in forward, and of rank 1 allreduce of 36 numbers in backward",
+    ),
+    "leaves the collective out": (
+        leaves_out,
+        0,
+        "rank 0 waits in collective 1 (allreduce of 36 numbers in forward), and rank 1",
     ),
     "fails on one rank": (fails_on_rank_1, 0, "rank 1: KeyError: 'w_in_1'"),
     "returns None": (lambda x, w_in, b_in, w_out, b_out: None, 0, "return the output as a tensor"),

@@ -67,7 +67,7 @@ def test_feedback_names_one_mistake_where_there_is_one(reports, capsys):
 
 
 def test_answer_that_does_not_end_on_two_ranks_is_not_started_on_four(reports):
-    for name in ("skips the collective", "fails on one rank"):
+    for name in ("skips the collective", "leaves the collective out", "fails on one rank"):
         assert [case.case.world_size for case in reports[name].cases] == [2]
 
 

@@ -208,15 +208,20 @@ def _explain_hang(reports: CaseReports, hung: list[int]) -> str:
     for other in calls:
         for number, (ours, theirs) in enumerate(zip_longest(calls[first], calls[other]), start=1):
             if ours != theirs:
-                return (
-                    f"this hangs: collective {number} of rank {first} is {_name_call(ours)}, and of rank {other} "
-                    f"{_name_call(theirs)}; {rule}"
-                )
+                return f"this hangs: {_name_difference(number, first, ours, other, theirs)}; {rule}"
     return f"this hangs: {name_ranks(hung)} waited for the other ranks in vain; {rule}"
 
 
-def _name_call(call: tuple[str, str, int] | None) -> str:
-    if call is None:
-        return "none: it makes no more"
-    phase, name, numbers = call
-    return f"{name} of {numbers} numbers in {phase}"
+Call = tuple[str, str, int]
+
+
+def _name_difference(number: int, rank: int, ours: Call | None, other: int, theirs: Call | None) -> str:
+    """Say how the collectives of two ranks part at the one of a number."""
+    made = ours or theirs
+    if made and not (ours and theirs):
+        phase, name, numbers = made
+        caller, silent = (rank, other) if ours else (other, rank)
+        what = f"{name} of {numbers} numbers in {phase}"
+        return f"rank {caller} waits in collective {number} ({what}), and rank {silent} never calls it"
+    texts = [f"{call[1]} of {call[2]} numbers in {call[0]}" for call in (ours, theirs) if call]
+    return f"collective {number} of rank {rank} is {texts[0]}, and of rank {other} {texts[1]}"

@@ -19,9 +19,9 @@ from vlmcourse.grading.pair_ranks import run_answers
 
 EXERCISE = "ex04_2"
 POINTS = {"ex04_2_a_test": 3, "ex04_2_b_test": 9}
-CASES = [case for world_size in (2, 4) for case in make_pair_cases(11, world_size, 4)]
+CASES = [case for world_size in (2, 4) for case in make_pair_cases(11, world_size, 3)]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # on an idle machine the ranks of all answers take half a minute
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def reports():
     answers["reference"] = reference(EXERCISE, "ex04_2_setup", "ex04_2_b")["tp_mlp"]
     answers |= {name: function for name, (function, _, _) in WRONG_PAIRS.items()}
     try:
-        found = run_answers(list(answers.values()), CASES, collective_limit_s=4, run_limit_s=120)
+        found = run_answers(list(answers.values()), CASES, collective_limit_s=5, run_limit_s=240)
     finally:
         cloudpickle.unregister_pickle_by_value(ex04_2_answers)
     return dict(zip(answers, found, strict=True))
@@ -63,7 +63,11 @@ def test_feedback_names_one_mistake_where_there_is_one(reports, capsys):
     for name in ("bias on every rank", "no all-reduce forward", "no all-reduce backward", "gathers the weights"):
         ex04_2.grade_reports(reports[name], 9, len(CASES))
         mistake, counts = capsys.readouterr().out.splitlines()
-        assert mistake.startswith("x [") and mistake.endswith("(and 7 more like it)") and counts.startswith("output")
+        assert (
+            mistake.startswith("x [")
+            and mistake.endswith(f"(and {len(CASES) - 1} more like it)")
+            and counts.startswith("output")
+        )
 
 
 def test_answer_that_does_not_end_on_two_ranks_is_not_started_on_four(reports):

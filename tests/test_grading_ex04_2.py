@@ -88,10 +88,10 @@ def test_processes_that_end_or_never_end_do_not_end_the_grader(capsys):
     started_s = time.monotonic()
     try:
         cases = make_pair_cases(1, 2, 3)
-        never, left = run_answers([endless, leaves], cases, collective_limit_s=2, run_limit_s=60)
+        never, left = run_answers([endless, leaves], cases, collective_limit_s=6, run_limit_s=90)
     finally:
         cloudpickle.unregister_pickle_by_value(ex04_2_answers)
-    assert time.monotonic() - started_s < 90
+    assert time.monotonic() - started_s < 120
     assert ex04_2.grade_reports(never, 9, len(cases)) == ex04_2.grade_reports(left, 9, len(cases)) == 0
     said = capsys.readouterr().out
     assert "ranks 0, 1 computed without end" in said

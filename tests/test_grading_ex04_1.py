@@ -150,7 +150,7 @@ def test_release_holds_no_outputs_no_solutions_and_no_hidden_tests():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in release.cells)
     for secret in ("SOLUTION", "HIDDEN", "Rubric", "404127", "from_cheap_to_dear", "# AUTOTEST"):
         assert secret not in text
-    assert text.count("raise NotImplementedError()") == 3
+    assert text.count("raise NotImplementedError()") == 6
     assert "YOUR ANSWER HERE" in text
 
 
@@ -189,6 +189,7 @@ def test_reference_solution_scores_full_marks_in_the_whole_chapter(chapter):
     marks = grade_submission(SOURCE, chapter)
     assert not marks.failure
     assert by_id(marks) == POINTS | {"ex04_1_d": None}
+    assert marks.points == marks.max_auto_points == 42  # 20 here, 12 of lab 1.1 and 10 of 4.3
 
 
 def test_blank_release_scores_zero(prepared):

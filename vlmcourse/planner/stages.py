@@ -148,15 +148,18 @@ def split_by_cost(shape: VLMShape, costs: Sequence[float], num_stages: int) -> S
             f"{len(costs)} costs, the least {min(costs, default=0)}, for {num_stages} stages: give the cost of each of "
             f"the {num_layers} layers, none below 0, and a stage for at most each of them"
         )
-    slowest = _best_cuts(costs, num_stages, limit=float("inf"), power=None)[0]
-    return _split_at(shape, _best_cuts(costs, num_stages, limit=slowest, power=2)[1])
+    slowest = best_cuts(costs, num_stages, limit=float("inf"), power=None)[0]
+    return _split_at(shape, best_cuts(costs, num_stages, limit=slowest, power=2)[1])
 
 
-def _best_cuts(costs: Sequence[float], num_stages: int, limit: float, power: int | None) -> tuple[float, list[int]]:
-    """Return the least possible value of a split and its cuts.
+def best_cuts(costs: Sequence[float], num_stages: int, limit: float, power: int | None) -> tuple[float, list[int]]:
+    """Return the least possible value of a contiguous split, and its cuts: the layers at which later stages begin.
 
-    The value is the cost of the slowest stage (`power` None), or the sum of the stages' costs to a power where no stage
-    costs more than `limit`.
+    Args:
+        costs: of every layer in order, at least 0.
+        num_stages: 1 .. number of layers; each stage gets a layer or more.
+        limit: what a stage may cost.
+        power: what is made small: the cost of the slowest stage (None), or the sum of the stages' costs to a power.
     """
     total = [0.0, *accumulate(costs)]
     num_layers = len(costs)

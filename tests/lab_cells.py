@@ -1,0 +1,66 @@
+"""The graded cells of labs 1.1 and 1.2 as they stand in chapter 1, in solutions/ and in chapters/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from vlmcourse.grading.process import QUIET_KERNEL
+
+ROOT = Path(__file__).parents[1]
+CHAPTER = "ch01_parallelism"
+
+
+def read_cells(folder: str, exercise: str) -> dict[str, nbformat.NotebookNode]:
+    """Return an exercise's cells by id, from "solutions" or "chapters"."""
+    notebook = nbformat.read(ROOT / folder / CHAPTER / f"{CHAPTER}.ipynb", as_version=4)
+    return {cell.id: cell for cell in notebook.cells if cell.id.startswith(f"{exercise}_")}
+
+
+def reference(exercise: str, *names: str) -> dict[str, object]:
+    """Run the named cells of the solution and return what they define."""
+    cells = read_cells("solutions", exercise)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for name in names:
+        exec(cells[name].source, namespace)
+    return namespace
+
+
+def stated_points(exercise: str) -> dict[str, float]:
+    """Return the points of an exercise's graded cells, after a check that the task states their sum and each share."""
+    cells = read_cells("solutions", exercise)
+    graded = {name: cell.metadata["nbgrader"] for name, cell in cells.items() if cell.metadata.get("nbgrader")}
+    points = {name: data["points"] for name, data in graded.items() if data["grade"]}
+    assert all(data["grade_id"] == name for name, data in graded.items())
+    task = cells[f"{exercise}_task"].source
+    assert f"**{sum(points.values())} points" in task
+    rows = [line for line in task.splitlines() if line.startswith("|")]
+    for name, value in points.items():
+        part = name.removeprefix(f"{exercise}_").removesuffix("_test")
+        assert any(row.startswith(f"| {part} |") and f"| {value} |" in row for row in rows), name
+        assert f"points={value}" in cells[name].source and f"# {value} points" in cells[name].source
+    return points
+
+
+def run_blank(exercise: str) -> dict[str, tuple[str, str]]:
+    """Run the release's cells to their end; return what each graded cell printed and its result."""
+    notebook = nbformat.v4.new_notebook(cells=list(read_cells("chapters", exercise).values()))
+    NotebookClient(notebook, timeout=120, kernel_name="python3", extra_arguments=list(QUIET_KERNEL)).execute()
+    found = {}
+    for cell in notebook.cells:
+        if cell.metadata.get("nbgrader", {}).get("grade"):
+            *printed, result = cell.outputs
+            found[cell.id] = "".join(output.text for output in printed).strip(), result["data"]["text/plain"]
+    return found
+
+
+def hidden_seeds(exercise: str) -> list[str]:
+    """Return the seed lines of an exercise's hidden tests."""
+    lines = []
+    for cell in read_cells("solutions", exercise).values():
+        if "### BEGIN HIDDEN TESTS" in cell.source:
+            hidden = cell.source.split("### BEGIN HIDDEN TESTS")[1].split("### END HIDDEN TESTS")[0]
+            lines.append(hidden.strip().splitlines()[0])
+    return lines

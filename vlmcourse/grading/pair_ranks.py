@@ -1,0 +1,140 @@
+"""Runs answers to lab 1.1 on real ranks, in processes of their own with a time limit.
+
+Enters: learners' functions and cases. Leaves: for each answer what every rank found in every case. A hang ends with the
+time that a collective may take, an endless loop with a time limit, a crash with its process: never with the grader.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from vlmcourse.grading.pair_cases import PairCase
+from vlmcourse.notebook.failure import RankFailure
+from vlmcourse.notebook.launcher import run_ranks
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_LIMIT_S = 12.0
+"""Seconds that a collective may wait for the other ranks."""
+RUN_LIMIT_S = 80.0
+"""Seconds for one start of the ranks and all its cases; a graded cell, with two starts, may take 180."""
+
+
+@dataclass(kw_only=True)
+class CaseReports:
+    """What the ranks found in one case; a rank that did not come so far is missing."""
+
+    case: PairCase
+    by_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def statuses(self) -> dict[int, str]:
+        """Return how the case ended on each rank: done, hung, error, lost, endless, unsolved, or gone."""
+        return {rank: self.by_rank.get(rank, {}).get("status", "gone") for rank in range(self.case.world_size)}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank ended it."""
+        return set(self.statuses().values()) == {"done"}
+
+
+@dataclass(kw_only=True)
+class AnswerReports:
+    """What came of one answer."""
+
+    cases: list[CaseReports] = field(default_factory=list)
+    """Those that were begun, in order; after one that did not end no other is run."""
+    failure: str = ""
+    """Why the ranks as a whole did not end; empty if they did."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all ranks have ended every case so far."""
+        return not self.failure and all(case.is_done for case in self.cases)
+
+
+def run_answers(
+    functions: Sequence[Any],
+    cases: Sequence[PairCase],
+    *,
+    collective_limit_s: float = COLLECTIVE_LIMIT_S,
+    run_limit_s: float = RUN_LIMIT_S,
+) -> list[AnswerReports]:
+    """Run each function on each case, with one start of ranks for each number of ranks.
+
+    Args:
+        functions: `tp_mlp(x, w_in, b_in, w_out, b_out)`, each a learner's.
+        cases: of any numbers of ranks; those of fewer ranks come first.
+        collective_limit_s: seconds that a collective may wait.
+        run_limit_s: seconds for one start and all its cases.
+
+    Raises:
+        ValueError: if a function cannot be sent to another process.
+        RuntimeError: if the machine could not start a rank.
+    """
+    answers = [AnswerReports() for _ in functions]
+    packed = [_pack(function) for function in functions]
+    for world_size in sorted({case.world_size for case in cases}):
+        # An answer that hangs on two ranks would keep four waiting as long.
+        going = [number for number, answer in enumerate(answers) if answer.ended]
+        if going:
+            some = [case for case in cases if case.world_size == world_size]
+            job = {"answers": [packed[number] for number in going], "cases": some, "timeout_s": collective_limit_s}
+            failure, found = _start(job, world_size, run_limit_s)
+            for number, reports in zip(going, found, strict=True):
+                answers[number].cases += reports
+                answers[number].failure = failure
+    return answers
+
+
+def _start(job: dict[str, Any], world_size: int, run_limit_s: float) -> tuple[str, list[list[CaseReports]]]:
+    """Start the ranks on a job; return why they failed, if they did, and what they found for each answer."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    failure = ""
+    with tempfile.TemporaryDirectory(prefix="vlmcourse-pair-") as name:
+        folder = Path(name)
+        (folder / "job.pickle").write_bytes(pickle.dumps(job))
+        try:
+            run_ranks(
+                [sys.executable, "-m", "vlmcourse.grading.pair_worker", str(folder)],
+                world_size,
+                timeout_s=run_limit_s,
+                env=env | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
+                on_line=lambda rank, line: logger.info("[%d] %s", rank, line),
+            )
+        except RankFailure as error:
+            failure = " ".join(str(error).split())[:300]
+        return failure, _collect(folder, job["cases"], len(job["answers"]))
+
+
+def _pack(function: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:  # whatever a learner's function refers to
+        raise ValueError(
+            f"your function cannot be sent to the ranks ({type(error).__name__}: {str(error)[:120]}): it must not use "
+            "open groups, files or generators of the notebook"
+        ) from error
+
+
+def _collect(folder: Path, cases: Sequence[PairCase], num_answers: int) -> list[list[CaseReports]]:
+    """Read what the ranks wrote."""
+    found: list[dict[int, CaseReports]] = [{} for _ in range(num_answers)]
+    for path in folder.glob("rank*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            report = json.loads(line)
+            reports = found[report["answer"]].setdefault(report["case"], CaseReports(case=cases[report["case"]]))
+            reports.by_rank[int(path.stem.removeprefix("rank"))] = report
+    return [[reports for _, reports in sorted(of_answer.items())] for of_answer in found]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeline_cases import LOSS_SCALE, MAX_GRAD_NORM, Case, Recording, build_case_model, make_step
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vlmcourse.config import OptimizerConfig
 from vlmcourse.planner.stages import StageSplit
@@ -38,15 +40,12 @@ ROUTES = {
     "interleaved, tied": Route(
         Case("interleaved", tied=True), ((3, 3, 3, 2), (1, 1, 1, 8), (6, 3, 1, 1), (3, 3, 3, 2))
     ),
-    "zbv, tied": Route(
-        Case("zbv", tied=True), ((2, 2, 4, 3), (6, 3, 1, 1), (1, 5, 4, 1), (2, 2, 4, 3))
-    ),
+    "zbv, tied": Route(Case("zbv", tied=True), ((2, 2, 4, 3), (6, 3, 1, 1), (1, 5, 4, 1), (2, 2, 4, 3))),
     "dualpipev": Route(Case("dualpipev"), ((3, 3, 3, 2), (1, 5, 1, 4), (5, 1, 4, 1), (3, 3, 3, 2))),
     "gpipe on 4": Route(Case("gpipe"), ((3, 3, 3, 2), (1, 1, 1, 8), (8, 1, 1, 1), (3, 3, 3, 2)), pp=4),
     "zbv on 4, tied": Route(
         Case("zbv", tied=True),
-        ((1, 1, 1, 1, 1, 1, 1, 4), (4, 1, 1, 1, 1, 1, 1, 1), (1, 2, 1, 2, 1, 2, 1, 1))
-        + ((1, 1, 1, 1, 1, 1, 1, 4),),
+        ((1, 1, 1, 1, 1, 1, 1, 4), (4, 1, 1, 1, 1, 1, 1, 1), (1, 2, 1, 2, 1, 2, 1, 1)) + ((1, 1, 1, 1, 1, 1, 1, 4),),
         pp=4,
     ),
     "1f1b over fsdp, tied": Route(Case("1f1b", tied=True, dp="fsdp"), ((5, 6), (8, 3), (2, 9), (5, 6))),
@@ -69,10 +68,12 @@ class Trip(Recording):
     received: list[tuple[str, ...]] = field(default_factory=list)
     held: list[list[str]] = field(default_factory=list)
     """Names on this rank at each step."""
+    refused: str = ""
+    """With what the scheduler refused to go on."""
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Learning rate and decay of each parameter at the end."""
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Weights and optimizer state of the whole model at the end."""
+    """Weights and optimizer state on this rank at the end."""
 
 
 def split_into(layers: tuple[int, ...]) -> StageSplit:
@@ -80,11 +81,10 @@ def split_into(layers: tuple[int, ...]) -> StageSplit:
     return StageSplit(num_vision_layers=4, num_language_layers=4, layers_per_stage=layers)
 
 
-def find_rates(model_parameters: dict[str, nn.Parameter], optimizer: object) -> dict[str, tuple[float, float]]:
+def find_rates(named: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer) -> dict[str, tuple[float, float]]:
     """Return learning rate and decay by name."""
-    names = {id(p): name for name, p in model_parameters.items()}
-    groups = optimizer.param_groups  # type: ignore[attr-defined]
-    return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    names = {id(p): name for name, p in named}
+    return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
 
 
 def train_alone(case: Case, num_microbatches: int) -> Trip:
@@ -103,7 +103,7 @@ def train_alone(case: Case, num_microbatches: int) -> Trip:
         recording.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         recording.grad_norms.append(clip_global_norm(model.parameters(), MAX_GRAD_NORM))
         optimizer.step()
-    recording.rates = find_rates(dict(model.named_parameters()), optimizer)
+    recording.rates = find_rates(model.named_parameters(), optimizer)
     recording.state = {
         n: {"weight": p.detach().clone()} | {k: v.clone() for k, v in optimizer.state.get(p, {}).items()}
         for n, p in model.named_parameters()

@@ -58,6 +58,16 @@ class Move(NamedTuple):
     receiver: int
 
 
+class Value(NamedTuple):
+    """Something small that an optimizer keeps of a parameter."""
+
+    value: Any
+    dtype: torch.dtype | None = None
+    """If it is a tensor of one number; `value` is then that number."""
+    on_device: bool = False
+    """Whether that tensor is where the weights are."""
+
+
 @dataclass
 class Parcel:
     """All that belongs to a parameter on one rank: what is as large as it as tensors, the rest as values."""
@@ -65,8 +75,8 @@ class Parcel:
     tensors: dict[str, Any]
     """Under `WEIGHT` and the optimizer's names, this rank's parts; as the list of contents that precedes the tensors
     themselves, pairs of shape and type."""
-    values: dict[str, tuple[Any, bool]]
-    """What else the optimizer keeps, such as the step count, and whether that was on the device of the weights."""
+    values: dict[str, Value]
+    """What else the optimizer keeps, such as the step count."""
     options: dict[str, Any] | None
     """Those of its group in the optimizer; None where it is not trained."""
 
@@ -101,15 +111,18 @@ def move_layers(
     """
     started_s = time.perf_counter()
     _check_together(find_move_problem(pipeline, optimizer, split), split, everyone)
-    names = names_by_layer(pipeline)
-    moves = plan_moves(pipeline, split, names)
+    old = pipeline.stages[0]
+    frame = build_model(old.shape, device="meta", dtype=old.dtype)
+    moves = plan_moves(pipeline, split, names_by_layer(frame))
     parcels = _pack(pipeline, optimizer)
     contents, trained = _exchange_contents(pipeline, parcels, [m.name for m in moves if m.sender == pipeline.pp_rank])
     sent_bytes = _exchange_tensors(pipeline, parcels, contents, moves)
-    model = _build_frame(pipeline, trained)
-    _cut_and_fill(pipeline, model, split, parcels)
+    for name, parameter in frame.named_parameters():
+        parameter.requires_grad_(trained[name])
+    _cut_and_fill(pipeline, frame.train(old.training), split, parcels)
     _regroup(pipeline, optimizer, parcels)
-    gc.collect()  # wrappers refer to each other in circles that hold the old weights
+    if pipeline.device.type == "cuda":
+        gc.collect()  # wrappers refer to each other in circles that hold the old weights
     return Moved(
         sent=tuple(m.name for m in moves if m.sender == pipeline.pp_rank),
         received=tuple(m.name for m in moves if m.receiver == pipeline.pp_rank),
@@ -181,14 +194,13 @@ def _check_together(problem: str | None, split: StageSplit, everyone: dist.Proce
         )
 
 
-def names_by_layer(pipeline: Pipeline) -> list[list[str]]:
-    """Return the names of each layer's parameters, in the order of `StageSplit`'s layers.
+def names_by_layer(model: VLM) -> list[list[str]]:
+    """Return the names of each layer's parameters of a plain model, in the order of `StageSplit`'s layers.
 
     A tied embedding is in two layers: where tokens are embedded, and in the output.
     """
-    frame = build_model(pipeline.stages[0].shape, device="meta")
-    names = {id(p): name for name, p in frame.named_parameters()}
-    return [[names[id(p)] for p in parameters] for parameters in layer_parameters(frame)]
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in parameters] for parameters in layer_parameters(model)]
 
 
 def _stages_with(split: StageSplit, names: list[list[str]]) -> dict[str, list[int]]:
@@ -241,10 +253,10 @@ def _pack_parameter(parameter: nn.Parameter, optimizer: Optimizer, options: dict
     for key, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
             parcel.tensors[key] = local_part(value)
-        elif isinstance(value, Tensor):
-            parcel.values[key] = value.cpu(), value.device == parameter.device
+        elif isinstance(value, Tensor) and not value.dim():
+            parcel.values[key] = Value(value.item(), value.dtype, value.device == parameter.device)
         else:
-            parcel.values[key] = value, False
+            parcel.values[key] = Value(value)
     return parcel
 
 
@@ -280,7 +292,9 @@ def _exchange_tensors(
                     sent_bytes += tensor.numel() * tensor.element_size()
                     operations.append(_send(tensor, receiver, pipeline.group))
             elif pipeline.pp_rank == receiver:
-                tensors = {key: torch.empty(s, dtype=d, device=pipeline.device) for key, (s, d) in content.tensors.items()}
+                tensors = {
+                    key: torch.empty(s, dtype=d, device=pipeline.device) for key, (s, d) in content.tensors.items()
+                }
                 operations += [_receive(tensor, sender, pipeline.group) for tensor in tensors.values()]
                 parcels[move.name] = Parcel(tensors, content.values, content.options)
         # A shard of a small tensor may be empty; there is nothing to send then.
@@ -296,15 +310,6 @@ def _send(tensor: Tensor, receiver: int, group: dist.ProcessGroup) -> dist.P2POp
 
 def _receive(tensor: Tensor, sender: int, group: dist.ProcessGroup) -> dist.P2POp:
     return dist.P2POp(dist.irecv, tensor, group=group, group_peer=sender)
-
-
-def _build_frame(pipeline: Pipeline, trained: dict[str, bool]) -> VLM:
-    """Return the whole model without weights, frozen where it was."""
-    old = pipeline.stages[0]
-    frame = build_model(old.shape, device="meta", dtype=old.dtype)
-    for name, parameter in frame.named_parameters():
-        parameter.requires_grad_(trained[name])
-    return frame.train(old.training)
 
 
 def _cut_and_fill(pipeline: Pipeline, frame: VLM, split: StageSplit, parcels: dict[str, Parcel]) -> None:
@@ -356,9 +361,10 @@ def _regroup(pipeline: Pipeline, optimizer: Optimizer, parcels: dict[str, Parcel
 def _unpack_state(parameter: nn.Parameter, parcel: Parcel, copy: bool) -> dict[str, Any]:
     """Return a parameter's state; a second copy of a tied embedding gets tensors of its own."""
     state: dict[str, Any] = {}
-    for key, (value, on_device) in parcel.values.items():
-        moved = value.to(parameter.device if on_device else "cpu", copy=True) if isinstance(value, Tensor) else value
-        state[key] = moved
+    for key, (value, dtype, on_device) in parcel.values.items():
+        if dtype is not None:
+            value = torch.tensor(value, dtype=dtype, device=parameter.device if on_device else "cpu")
+        state[key] = value
     for key, tensor in parcel.tensors.items():
         if key != WEIGHT:
             state[key] = _like(parameter, tensor.clone() if copy else tensor)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.microbatches import StepBatch, check_batches, check_same_batches, stack_batches
 from vlmcourse.parallel.stages import EMBEDDING, LossSum, VLMStage, layer_parameters, plain_stage
-from vlmcourse.parallel.timeline import Action, TimedStage, gather_actions, start_together
-from vlmcourse.planner.schedules import SCHEDULES, check_schedule, stages_of_rank
+from vlmcourse.parallel.timeline import Action, OnAction, TimedStage, gather_actions, start_together
+from vlmcourse.planner.schedules import SCHEDULES, check_schedule, find_tied_problem, stages_of_rank
 from vlmcourse.planner.stages import StageSplit, split_evenly
 
 CLASSES: dict[str, Callable[..., Any]] = {
@@ -85,33 +86,52 @@ class Pipeline:
         # The number of micro-batches is known with the first batches.
         check_schedule(schedule, pp=pp, num_microbatches=2 * pp)
         self.num_stages = pp * SCHEDULES[schedule].stages_per_rank
-        self.split = split or split_evenly(model.shape, self.num_stages)
-        if self.split.num_stages != self.num_stages:
-            raise ValueError(
-                f"the split has {self.split.num_stages} stages: {schedule} on pp={pp} ranks needs "
-                f"{SCHEDULES[schedule].stages_per_rank} a rank, {self.num_stages} together"
-            )
         self.schedule, self.pp, self.group, self.device = schedule, pp, group, device
+        self.loss_sum, self.wrap, self.reshard_after_forward = loss_sum, wrap, reshard_after_forward
         self.owner = {s: rank for rank in range(pp) for s in stages_of_rank(schedule, pp, rank)}
         """The rank in the group of each stage."""
-        self._trained_before = _trained_before(model, self.split)
-        self.stages = [
-            VLMStage(model, self.split, stage, loss_sum) for stage in stages_of_rank(schedule, pp, self.pp_rank)
-        ]
-        """This rank's stages, plain."""
-        for stage in self.stages:
-            if not any(parameter.is_meta for parameter in stage.parameters()):
-                stage.to(device)
-        self.modules: list[nn.Module] = [wrap(stage) if wrap else stage for stage in self.stages]
-        """This rank's stages as they run: wrapped where there is a wrapper."""
-        self._check_wrappers(reshard_after_forward)
         self.record = False
         """Whether the next steps write down when each action ran; on a GPU that waits for every action to end."""
         self.actions: list[Action] = []
         """What this rank did in the last step, if it was recorded."""
+        self.on_action: OnAction | None = None
+        """Runs each action of the next steps, to look at what happens inside; None just lets them run."""
         self._runners: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._loss_scale, self._loss_sums = 1.0, []
         self._started_s = 0.0
+        self.cut(model, split or split_evenly(model.shape, self.num_stages), wrap)
+
+    def cut(self, model: VLM, split: StageSplit, wrap: Callable[[nn.Module], nn.Module] | None) -> None:
+        """Take this rank's stages out of a plain model, in the place of those that there are.
+
+        Args:
+            model: the whole model; dropped afterwards.
+            split: which layers stand on which stage.
+            wrap: applied to each stage of this rank.
+
+        Raises:
+            ValueError: if schedule, split and wrappers do not fit together.
+        """
+        if split.num_stages != self.num_stages:
+            raise ValueError(
+                f"the split has {split.num_stages} stages: {self.schedule} on pp={self.pp} ranks needs "
+                f"{SCHEDULES[self.schedule].stages_per_rank} a rank, {self.num_stages} together"
+            )
+        problem = find_tied_problem(self.schedule, split, tied_embeddings=model.shape.language.tied_embeddings)
+        if problem is not None:
+            raise ValueError(f"This pipeline cannot run: {problem}")
+        self.split = split
+        self._trained_before = _trained_before(model, split)
+        numbers = stages_of_rank(self.schedule, self.pp, self.pp_rank)
+        self.stages = [VLMStage(model, split, stage, self.loss_sum) for stage in numbers]
+        """This rank's stages, plain."""
+        for stage in self.stages:
+            if not any(parameter.is_meta for parameter in stage.parameters()):
+                stage.to(self.device)
+        self.modules: list[nn.Module] = [wrap(stage) if wrap else stage for stage in self.stages]
+        """This rank's stages as they run: wrapped where there is a wrapper."""
+        self._check_wrappers(self.reshard_after_forward)
+        self._runners.clear()  # their buffers are those of the stages before
 
     def _check_wrappers(self, reshard_after_forward: bool) -> None:
         """Refuse wrappers that this schedule trains wrong under."""
@@ -235,6 +255,8 @@ class Pipeline:
 
     def _keep_action(self, kind: str, microbatch: int, stage: int, run: Callable[[], Any]) -> Any:
         """Run an action of a stage, and write down when if asked to."""
+        if self.on_action is not None:
+            run = partial(self.on_action, kind, microbatch, stage, run)
         if not self.record:
             return run()
         start_s = Action.now(self.device) - self._started_s

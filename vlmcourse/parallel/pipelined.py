@@ -27,7 +27,11 @@ class PipelinedModel(nn.Module):
         """Register the stages of a pipeline."""
         super().__init__()
         self.pipeline = pipeline
-        self.stages = nn.ModuleList(pipeline.modules)
+        self.take_stages()
+
+    def take_stages(self) -> None:
+        """Register the stages that the pipeline has now; call it after `pipeline.cut`."""
+        self.stages = nn.ModuleList(self.pipeline.modules)
 
     def forward(self, *_: Any, **__: Any) -> None:
         """Refuse to run.

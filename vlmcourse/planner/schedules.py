@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmcourse.planner.stages import StageSplit
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -126,6 +128,24 @@ def check_schedule(
     )
     if found:
         raise ValueError("This pipeline cannot run: " + "; ".join(found))
+
+
+def find_tied_problem(schedule: str, split: StageSplit, *, tied_embeddings: bool) -> str | None:
+    """Return why a schedule cannot run a split of a model with tied embeddings, with what to change; None if it can.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        split: which layers stand on which stage.
+        tied_embeddings: whether embedding and output share one matrix.
+    """
+    if not tied_embeddings or not SCHEDULES[schedule].splits_backward or split.fusion_stage < split.num_stages - 1:
+        return None
+    # The second use is reached from the first, so the graph is gone when its postponed gradient is asked for.
+    return (
+        f"{schedule} with tied embeddings and all language layers on the last stage: PyTorch cannot postpone the "
+        "gradient of a matrix that one stage uses at both ends; put the projector on an earlier stage than the output, "
+        "or choose 1f1b or interleaved"
+    )
 
 
 def ideal_bubble_fraction(schedule: str, pp: int, num_microbatches: int) -> float:

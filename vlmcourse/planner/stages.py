@@ -8,7 +8,7 @@ model accordingly is `parallel/stages.py`. Chapter 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -129,7 +129,14 @@ def vision_apart(shape: VLMShape, num_stages: int, num_vision_stages: int = 1) -
     return _split_at(shape, cuts)
 
 
-def split_by_cost(shape: VLMShape, costs: Sequence[float], num_stages: int) -> StageSplit:
+def split_by_cost(
+    shape: VLMShape,
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    block_each: bool = False,
+    output_apart: bool = False,
+) -> StageSplit:
     """Find the split whose slowest stage is fastest; of those, the one with the least sum of squared costs.
 
     Exact: dynamic programming over (layers so far, stages so far), in stages x layers^2 steps.
@@ -138,9 +145,12 @@ def split_by_cost(shape: VLMShape, costs: Sequence[float], num_stages: int) -> S
         shape: the model's shape.
         costs: of every layer in order, such as its forward and backward seconds; at least 0.
         num_stages: ranks of the pipeline x stages of a rank.
+        block_each: whether every stage needs a block of a tower, as FSDP does; patches, fusion or output alone are then
+            no stage.
+        output_apart: whether fusion and output must be on two stages, as `find_tied_problem` asks of some.
 
     Raises:
-        ValueError: if there are not as many costs as layers, or fewer layers than stages.
+        ValueError: if there are not as many costs as layers, or fewer layers (or blocks) than stages.
     """
     num_layers = shape.vision.num_layers + shape.language.num_layers + 3
     if len(costs) != num_layers or min(costs) < 0 or not 1 <= num_stages <= num_layers:
@@ -148,6 +158,7 @@ def split_by_cost(shape: VLMShape, costs: Sequence[float], num_stages: int) -> S
             f"{len(costs)} costs, the least {min(costs, default=0)}, for {num_stages} stages: give the cost of each of "
             f"the {num_layers} layers, none below 0, and a stage for at most each of them"
         )
+<<<<<<< HEAD
     slowest = best_cuts(costs, num_stages, limit=float("inf"), power=None)[0]
     return _split_at(shape, best_cuts(costs, num_stages, limit=slowest, power=2)[1])
 
@@ -160,6 +171,31 @@ def best_cuts(costs: Sequence[float], num_stages: int, limit: float, power: int 
         num_stages: 1 .. number of layers; each stage gets a layer or more.
         limit: what a stage may cost.
         power: what is made small: the cost of the slowest stage (None), or the sum of the stages' costs to a power.
+=======
+    if block_each:
+        split_evenly(shape, num_stages)  # raises where there are too few blocks
+    fusion = shape.vision.num_layers + 1
+
+    def may_be_stage(start: int, end: int) -> bool:
+        has_block = end > start + 1 or start not in (0, fusion, num_layers - 1)
+        return (has_block or not block_each) and not (output_apart and start <= fusion and end == num_layers)
+
+    slowest = _best_cuts(costs, num_stages, float("inf"), None, may_be_stage)[0]
+    return _split_at(shape, _best_cuts(costs, num_stages, slowest, 2, may_be_stage)[1])
+
+
+def _best_cuts(
+    costs: Sequence[float],
+    num_stages: int,
+    limit: float,
+    power: int | None,
+    may_be_stage: Callable[[int, int], bool],
+) -> tuple[float, list[int]]:
+    """Return the least possible value of a split and its cuts.
+
+    The value is the cost of the slowest stage (`power` None), or the sum of the stages' costs to a power where no stage
+    costs more than `limit`. Layers `start` to `end` - 1 are a stage only where `may_be_stage` says so.
+>>>>>>> 0a790925a1cd344dff48a06750e16d3fa49f186d
     """
     total = [0.0, *accumulate(costs)]
     num_layers = len(costs)
@@ -172,6 +208,8 @@ def best_cuts(costs: Sequence[float], num_stages: int, limit: float, power: int 
                 cost = total[end] - total[start]
                 if cost > limit:
                     break
+                if not may_be_stage(start, end):
+                    continue
                 found = max(value, cost) if power is None else value + cost**power
                 if end not in after or found < after[end][0]:
                     after[end] = (found, [*cuts, end])

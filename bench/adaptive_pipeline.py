@@ -1,0 +1,191 @@
+"""A pipeline with a bad split beside itself after it adapted, and beside every split that there is, as a table.
+
+    python bench/adaptive_pipeline.py                     # 2 ranks, a vision tower heavier than the language tower
+    python bench/adaptive_pipeline.py --steps 8 --out adaptive.md
+
+All splits are measured in one run on the same ranks, in rounds: the pipeline moves to each of them in turn, so that a
+machine that becomes slower makes all of them slower. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from vlmcourse.machine import num_usable_cores
+from vlmcourse.notebook.launcher import check_rank_count, run_ranks
+from vlmcourse.planner.stages import StageSplit
+from vlmcourse.presets import MODELS, VLMShape
+
+TIMEOUT_S = 1500
+START = (8, 1)
+"""Layers a stage at the start: all of the vision tower and all language blocks but none for the second rank."""
+NUM_MICROBATCHES = 4
+WARMUP_STEPS = 1
+"""Of each split in each round: the first step makes new buffers."""
+
+
+def bench_shape() -> VLMShape:
+    """Return a model whose computing outweighs its messages: three blocks a tower, vision the wider one."""
+    tiny = MODELS["tiny"]
+    vision = dataclasses.replace(
+        tiny.vision, num_layers=3, hidden_size=384, num_heads=6, mlp_size=1536, patch_size_px=4
+    )
+    language = dataclasses.replace(
+        tiny.language, num_layers=3, hidden_size=256, num_heads=4, num_kv_heads=2, mlp_size=768
+    )
+    return dataclasses.replace(tiny, name="bench", vision=vision, language=language)
+
+
+def all_splits(shape: VLMShape) -> list[StageSplit]:
+    """Return every split into two stages."""
+    num_vision, num_language = shape.vision.num_layers, shape.language.num_layers
+    num_layers = num_vision + num_language + 3
+    return [
+        StageSplit(num_vision_layers=num_vision, num_language_layers=num_language, layers_per_stage=(n, num_layers - n))
+        for n in range(1, num_layers)
+    ]
+
+
+def measure(num_rounds: int, num_steps: int, out: Path | None) -> None:
+    """Measure as one rank of a pipeline; rank 0 prints."""
+    import torch
+    import torch.distributed as dist
+
+    from vlmcourse.config import OptimizerConfig
+    from vlmcourse.data.samples import IGNORE_LABEL, Batch
+    from vlmcourse.models.vlm import build_model
+    from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
+    from vlmcourse.parallel.pipeline import Pipeline
+    from vlmcourse.parallel.pipelined import PipelinedModel
+    from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
+    from vlmcourse.train.loss import token_loss_sum
+    from vlmcourse.train.optimizer import build_optimizer
+
+    torch.set_num_threads(1)
+    ranks = init_ranks(TIMEOUT_S / 2)
+    shape = bench_shape()
+    splits = all_splits(shape)
+    start = next(split for split in splits if split.layers_per_stage == START)
+    assert dist.group.WORLD is not None
+    pipeline = Pipeline(
+        build_model(shape, seed=1),
+        dist.group.WORLD,
+        "1f1b",
+        loss_sum=token_loss_sum,
+        device=ranks.device,
+        split=start,
+    )
+    model = PipelinedModel(pipeline)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    scheduler = AdaptivePipelineScheduler(model, optimizer, warmup_steps=1, measure_steps=3)
+
+    def make_batch(seed: int) -> Batch:
+        """Return a sample with a picture or two and text around it."""
+        generator = torch.Generator().manual_seed(seed)
+        per_tile, tiles = shape.num_visual_tokens_per_tile, 1 + seed % 2
+        ids = torch.randint(4, shape.language.vocab_size, (1, 2 * per_tile + 64), generator=generator)
+        ids[0, 1 : 1 + tiles * per_tile] = shape.image_token_id
+        labels = torch.where(ids == shape.image_token_id, IGNORE_LABEL, ids)
+        side = shape.vision.image_size_px
+        return Batch(
+            input_ids_BS=ids,
+            labels_BS=labels,
+            attention_mask_BS=torch.ones_like(ids, dtype=torch.bool),
+            pixel_values_ICHW=torch.randn(tiles, 3, side, side, generator=generator),
+            tiles_per_sample=(tiles,),
+            sample_ids=(str(seed),),
+            tokens_per_tile=per_tile,
+        )
+
+    batches = [make_batch(seed) for seed in range(NUM_MICROBATCHES)]
+
+    def step() -> float:
+        """Make one optimizer step; return the seconds until the slowest rank was done."""
+        dist.barrier()
+        started_s = time.perf_counter()
+        optimizer.zero_grad()
+        pipeline.forward_backward(batches, 1e-3)
+        pipeline.reduce_tied_gradients()
+        optimizer.step()
+        seconds = torch.tensor(time.perf_counter() - started_s, device=ranks.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    before = []
+    while not scheduler.decisions:
+        before.append(step())
+        scheduler.step_done()
+    decision = scheduler.decisions[0]
+    chosen = pipeline.split
+    seconds: dict[StageSplit, list[float]] = {split: [] for split in splits}
+    for number in range(num_rounds):
+        for split in splits if number % 2 == 0 else splits[::-1]:
+            scheduler.move(split)
+            seconds[split] += [step() for _ in range(WARMUP_STEPS + num_steps)][WARMUP_STEPS:]
+    load = os.getloadavg()[0]
+    shutdown_ranks()
+    if ranks.is_main:
+        lines = [
+            f"Machine: {ranks.world_size} ranks, {ranks.backend}, {num_usable_cores()} cores, {platform.machine()}, "
+            f"torch {torch.__version__}, load at the end {load:.1f}",
+            f"Model: vision {shape.vision.num_layers} x {shape.vision.hidden_size}, language "
+            f"{shape.language.num_layers} x {shape.language.hidden_size}, 1f1b, {NUM_MICROBATCHES} micro-batches",
+            f"Decided after {len(before)} steps: {decision.reason}",
+        ]
+        if decision.moved is not None:
+            moved = decision.moved
+            lines.append(f"Rank 0 sent {moved.sent_bytes / 1e6:.1f} MB; the move took {1e3 * moved.seconds:.0f} ms")
+        lines += ["", *table(seconds, start, chosen), ""]
+        print("\n".join(lines), flush=True)
+        if out is not None:
+            out.write_text("\n".join(lines), encoding="utf-8")
+
+
+def table(seconds: dict[StageSplit, list[float]], start: StageSplit, chosen: StageSplit) -> list[str]:
+    """Return a Markdown table of the step times, the best split first, and what it says in a sentence."""
+    typical = {split: median(times) for split, times in seconds.items()}
+    fastest = {split: min(times) for split, times in seconds.items()}
+    best, best_s = min(typical.items(), key=lambda item: item[1])
+    lines = ["| split | median step (ms) | x best | fastest step (ms) | x best | |", "|---|---|---|---|---|---|"]
+    for split, at in sorted(typical.items(), key=lambda item: item[1]):
+        what = [name for name, which in (("best", best), ("start", start), ("adapted", chosen)) if which == split]
+        lines.append(
+            f"| {split.describe(0)} / {split.describe(1)} | {1e3 * at:.0f} | {at / best_s:.2f} "
+            f"| {1e3 * fastest[split]:.0f} | {fastest[split] / min(fastest.values()):.2f} | {', '.join(what)} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Start {1e3 * typical[start]:.0f} ms, adapted {1e3 * typical[chosen]:.0f} ms, "
+        f"{typical[start] / typical[chosen]:.2f} x as fast: {100 * (typical[chosen] / best_s - 1):.1f} % slower than the "
+        f"best of all {len(typical)} splits.",
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="times that each split is measured (default: 3)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each split in each round (default: 4)")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    args = parser.parse_args(argv)
+    if "RANK" in os.environ:
+        measure(args.rounds, args.steps, args.out)
+        return 0
+    check_rank_count(2)
+    command = [sys.executable, str(Path(__file__).resolve()), "--rounds", str(args.rounds), "--steps", str(args.steps)]
+    command += ["--out", str(args.out.resolve())] if args.out else []
+    env = {"OMP_NUM_THREADS": "1"}
+    run_ranks(command, 2, timeout_s=TIMEOUT_S, env=env, on_line=lambda rank, line: print(line, flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

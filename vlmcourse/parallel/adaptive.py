@@ -1,0 +1,243 @@
+"""A pipeline that measures its layers while it trains, finds the best split of them and moves to it.
+
+Enters: a pipeline and its optimizer, with any split. Leaves: the same two with the split whose slowest stage is fastest
+by the measured times, where that is better by a stated margin; and a record of what was decided and why. A step of a
+pipeline takes about as long as its slowest stage needs for all micro-batches, and that stage is hard to guess for a
+vision-language model: it depends on how many tiles and how much text the batches hold. Chapter 1.
+
+Ranks are taken to be equally fast, and messages to cost the same wherever the cuts are.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes
+from vlmcourse.parallel.moving import Moved, find_move_problem, move_layers
+from vlmcourse.parallel.pipeline import Pipeline
+from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.planner.schedules import SCHEDULES
+from vlmcourse.planner.stages import StageSplit, split_by_cost
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A split, and what it promises by the measured times."""
+
+    present: StageSplit
+    split: StageSplit
+    times: LayerTimes
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of the present split's slowest stage, forward and backward of one micro-batch."""
+        return max(self.times.of_stages(self.present))
+
+    @property
+    def after_s(self) -> float:
+        """The same of the proposed split; no split has less."""
+        return max(self.times.of_stages(self.split))
+
+    @property
+    def gain_fraction(self) -> float:
+        """By which share of its time the slowest stage becomes faster."""
+        return 1 - self.after_s / self.before_s if self.before_s else 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was done with a proposal."""
+
+    step: int
+    """Optimizer steps that the scheduler had seen."""
+    proposal: Proposal
+    moved: Moved | None
+    """This rank's part in the move; None if all layers stayed."""
+    reason: str
+    """The same on every rank."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
+class AdaptivePipelineScheduler:
+    """Balances a pipeline once some steps have shown what its layers cost."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline | PipelinedModel,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int = 2,
+        measure_steps: int = 3,
+        min_gain: float = 0.05,
+        repeat_every: int = 0,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Check that layers can be moved; call `step_done` after every optimizer step from now on.
+
+        Args:
+            pipeline: changed in place when layers move.
+            optimizer: this rank's; changed in place too.
+            warmup_steps: steps before the measured ones; the first of a run also allocates.
+            measure_steps: steps to measure.
+            min_gain: by which share of its time the slowest stage must become faster for layers to move, 0 to 1.
+            repeat_every: steps from one decision to the beginning of the next measurement; 0 decides once.
+            everyone: all ranks that have stages of the model; None is all ranks there are. All of them must make such a
+                scheduler with the same numbers.
+
+        Raises:
+            ValueError: on all ranks, if a number is out of range or what stands on the stages cannot be moved.
+        Communicates: one all-gather of objects over `everyone`.
+        """
+        for name, value, least in (
+            ("warmup_steps", warmup_steps, 0),
+            ("measure_steps", measure_steps, 1),
+            ("repeat_every", repeat_every, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} = {value}: must be at least {least}")
+        if not 0 <= min_gain < 1:
+            raise ValueError(f"min_gain = {min_gain}: it is a share of a stage's time, from 0 to below 1")
+        self.model = pipeline if isinstance(pipeline, PipelinedModel) else None
+        self.pipeline = pipeline.pipeline if isinstance(pipeline, PipelinedModel) else pipeline
+        self.optimizer, self.everyone = optimizer, everyone
+        self.measure_steps, self.min_gain, self.repeat_every = measure_steps, min_gain, repeat_every
+        self.decisions: list[Decision] = []
+        """What was decided so far, oldest first."""
+        self.num_steps = 0
+        """Steps seen."""
+        self._check()
+        self._timer: LayerTimer | None = None
+        self._starts_at: int | None = warmup_steps
+        self._start_when_due()
+
+    def _check(self) -> None:
+        problem = find_move_problem(self.pipeline, self.optimizer)
+        found: list[str | None] = [None] * dist.get_world_size(self.everyone)
+        dist.all_gather_object(found, problem, group=self.everyone)
+        refused = [said for said in found if said is not None]
+        if refused:
+            raise ValueError(f"rank {dist.get_rank()}: the layers of this pipeline cannot be moved: {refused[0]}")
+
+    def step_done(self) -> Decision | None:
+        """Note that an optimizer step has ended; measure the next one, or decide, when the time has come.
+
+        Returns:
+            The decision, in the one step that made it.
+        Communicates: at a decision, what `measured` and `move` do; otherwise nothing.
+        """
+        self.num_steps += 1
+        timer = self._timer
+        if timer is None:
+            self._start_when_due()
+            return None
+        timer.close_step()
+        if timer.num_steps < self.measure_steps:
+            return None
+        return self.decide()
+
+    def __call__(self, *_: object) -> None:
+        """Do `step_done` as a member of `Trainer.after_step`."""
+        self.step_done()
+
+    def _start_when_due(self) -> None:
+        if self._starts_at is not None and self.num_steps >= self._starts_at:
+            self.start_measuring()
+
+    def start_measuring(self) -> None:
+        """Measure the next steps, whatever the plan was."""
+        self._stop_measuring()
+        self._timer, self._starts_at = LayerTimer(self.pipeline), None
+        self._timer.start()
+
+    def _stop_measuring(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+
+    def measure(self) -> LayerTimes:
+        """Return what the layers took in the steps measured so far, of several copies the slowest; all ranks call this.
+
+        Raises:
+            RuntimeError: if no step was measured.
+        Communicates: an all-reduce of 16 bytes a layer over all ranks.
+        """
+        if self._timer is None:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: nothing is being measured: call start_measuring, train a step, call step_done"
+            )
+        return self._timer.share(self.everyone)
+
+    def propose(self, times: LayerTimes) -> Proposal:
+        """Find the split whose slowest stage is fastest; ranks with equal times find equal ones.
+
+        Args:
+            times: what `measure` returned.
+        """
+        pipeline, shape = self.pipeline, self.pipeline.stages[0].shape
+        split = split_by_cost(
+            shape,
+            times.total_s,
+            pipeline.num_stages,
+            block_each=any(isinstance(module, FSDPModule) for module in pipeline.modules),
+            output_apart=shape.language.tied_embeddings and SCHEDULES[pipeline.schedule].splits_backward,
+        )
+        return Proposal(pipeline.split, split, times)
+
+    def decide(self) -> Decision:
+        """Propose a split from what was measured, and move to it if the gain is large enough; all ranks call this.
+
+        Communicates: see `measure` and `move`.
+        """
+        proposal = self.propose(self.measure())
+        self._stop_measuring()
+        moved = None
+        promise = (
+            f"slowest stage {1e3 * proposal.before_s:.3g} ms -> {1e3 * proposal.after_s:.3g} ms a micro-batch, "
+            f"a gain of {100 * proposal.gain_fraction:.1f} %"
+        )
+        if proposal.split == proposal.present:
+            reason = f"layers stay: no split beats {list(proposal.present.layers_per_stage)} ({promise})"
+        elif proposal.gain_fraction < self.min_gain:
+            reason = (
+                f"layers stay: {list(proposal.split.layers_per_stage)} would be better, but by less than min_gain = "
+                f"{100 * self.min_gain:.3g} % ({promise})"
+            )
+        else:
+            moved = self.move(proposal.split)
+            reason = (
+                f"layers move: {list(proposal.present.layers_per_stage)} -> {list(proposal.split.layers_per_stage)} "
+                f"layers a stage ({promise})"
+            )
+        decision = Decision(self.num_steps, proposal, moved, reason)
+        self.decisions.append(decision)
+        self._starts_at = self.num_steps + self.repeat_every if self.repeat_every else None
+        if dist.get_rank(self.everyone) == 0:
+            logger.info("%s", decision)
+        return decision
+
+    def move(self, split: StageSplit) -> Moved:
+        """Move to a split at once, between two steps; see `move_layers`. What is being measured starts over.
+
+        Raises:
+            ValueError: on all ranks, before any tensor is sent, if it cannot be done.
+        Communicates: see `move_layers`.
+        """
+        measuring = self._timer is not None
+        self._stop_measuring()
+        try:
+            moved = move_layers(self.pipeline, self.optimizer, split, self.everyone)
+            if self.model is not None:
+                self.model.take_stages()
+        finally:
+            if measuring:
+                self.start_measuring()
+        return moved

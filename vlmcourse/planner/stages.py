@@ -158,20 +158,6 @@ def split_by_cost(
             f"{len(costs)} costs, the least {min(costs, default=0)}, for {num_stages} stages: give the cost of each of "
             f"the {num_layers} layers, none below 0, and a stage for at most each of them"
         )
-<<<<<<< HEAD
-    slowest = best_cuts(costs, num_stages, limit=float("inf"), power=None)[0]
-    return _split_at(shape, best_cuts(costs, num_stages, limit=slowest, power=2)[1])
-
-
-def best_cuts(costs: Sequence[float], num_stages: int, limit: float, power: int | None) -> tuple[float, list[int]]:
-    """Return the least possible value of a contiguous split, and its cuts: the layers at which later stages begin.
-
-    Args:
-        costs: of every layer in order, at least 0.
-        num_stages: 1 .. number of layers; each stage gets a layer or more.
-        limit: what a stage may cost.
-        power: what is made small: the cost of the slowest stage (None), or the sum of the stages' costs to a power.
-=======
     if block_each:
         split_evenly(shape, num_stages)  # raises where there are too few blocks
     fusion = shape.vision.num_layers + 1
@@ -180,22 +166,25 @@ def best_cuts(costs: Sequence[float], num_stages: int, limit: float, power: int 
         has_block = end > start + 1 or start not in (0, fusion, num_layers - 1)
         return (has_block or not block_each) and not (output_apart and start <= fusion and end == num_layers)
 
-    slowest = _best_cuts(costs, num_stages, float("inf"), None, may_be_stage)[0]
-    return _split_at(shape, _best_cuts(costs, num_stages, slowest, 2, may_be_stage)[1])
+    slowest = best_cuts(costs, num_stages, float("inf"), None, may_be_stage)[0]
+    return _split_at(shape, best_cuts(costs, num_stages, slowest, 2, may_be_stage)[1])
 
 
-def _best_cuts(
+def best_cuts(
     costs: Sequence[float],
     num_stages: int,
     limit: float,
     power: int | None,
-    may_be_stage: Callable[[int, int], bool],
+    may_be_stage: Callable[[int, int], bool] = lambda start, end: True,
 ) -> tuple[float, list[int]]:
-    """Return the least possible value of a split and its cuts.
+    """Return the least possible value of a contiguous split, and its cuts: the layers at which later stages begin.
 
-    The value is the cost of the slowest stage (`power` None), or the sum of the stages' costs to a power where no stage
-    costs more than `limit`. Layers `start` to `end` - 1 are a stage only where `may_be_stage` says so.
->>>>>>> 0a790925a1cd344dff48a06750e16d3fa49f186d
+    Args:
+        costs: of every layer in order, at least 0.
+        num_stages: 1 .. number of layers; each stage gets a layer or more.
+        limit: what a stage may cost.
+        power: what is made small: the cost of the slowest stage (None), or the sum of the stages' costs to a power.
+        may_be_stage: whether the layers from a first to before an end may be a stage.
     """
     total = [0.0, *accumulate(costs)]
     num_layers = len(costs)

@@ -303,6 +303,11 @@ def first_layers(split: StageSplit) -> list[int]:
     return [split.layers(stage)[0] for stage in range(split.num_stages)]
 
 
+def pipelined(trainer: Trainer) -> PipelinedModel:
+    assert isinstance(trainer.model, PipelinedModel)
+    return trainer.model
+
+
 def run_trainer(ranks: Ranks) -> tuple[Any, list[str], list[tuple[int, ...]]]:
     """Train with FSDP over cp under a pipeline through the Trainer's hook, a decision after every step."""
     combination = Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4)
@@ -316,7 +321,7 @@ def run_trainer(ranks: Ranks) -> tuple[Any, list[str], list[tuple[int, ...]]]:
         show_progress=False,
     )
     scheduler = AdaptivePipelineScheduler(
-        trainer.model, trainer.optimizer, warmup_steps=0, measure_steps=1, min_gain=0.0, repeat_every=1
+        pipelined(trainer), trainer.optimizer, warmup_steps=0, measure_steps=1, min_gain=0.0, repeat_every=1
     )
     splits: list[tuple[int, ...]] = []
 
@@ -374,7 +379,7 @@ def refusals(halves: DeviceMesh, ranks: Ranks) -> dict[str, str]:
         eval_data=awkward_samples()[:1],
         show_progress=False,
     )
-    found["tp"] = say(lambda: AdaptivePipelineScheduler(trainer.model, trainer.optimizer))
+    found["tp"] = say(lambda: AdaptivePipelineScheduler(pipelined(trainer), trainer.optimizer))
     for model in (plain, sharded):  # what was refused has changed nothing
         losses = model.pipeline.forward_backward(make_step(model.pipeline.stages[0].shape, "mixed", 4))
         assert len(losses) == 4

@@ -289,7 +289,9 @@ def adapt(halves: DeviceMesh, schedule: str, layers: tuple[int, ...]) -> dict[st
     first = scheduler.decisions[0]
     found["times"], found["promise"] = first.proposal.times, (first.proposal.before_s, first.proposal.after_s)
     scheduler.start_measuring()
-    best = LayerTimes(tuple(1.0 if n in first_layers(pipe.split) else 0.0 for n in range(11)), (0.0,) * 11, 1)
+    # Each stage costs 1, so any other cut makes one of them slower.
+    costs = [1 / n for n in pipe.split.layers_per_stage for _ in range(n)]
+    best = LayerTimes(tuple(costs), (0.0,) * 11, 1)
     scheduler.measure = lambda: best  # type: ignore[method-assign]
     decision = scheduler.decide()
     found["stays"] = decision.proposal.split == pipe.split, decision.reason, decision.moved is None
@@ -297,10 +299,6 @@ def adapt(halves: DeviceMesh, schedule: str, layers: tuple[int, ...]) -> dict[st
         len(block._forward_hooks) > 1 for stage in pipe.stages for block in stage.modules()
     )
     return found
-
-
-def first_layers(split: StageSplit) -> list[int]:
-    return [split.layers(stage)[0] for stage in range(split.num_stages)]
 
 
 def pipelined(trainer: Trainer) -> PipelinedModel:

@@ -204,7 +204,7 @@ class AdaptivePipelineScheduler:
             f"slowest stage {1e3 * proposal.before_s:.3g} ms -> {1e3 * proposal.after_s:.3g} ms a micro-batch, "
             f"a gain of {100 * proposal.gain_fraction:.1f} %"
         )
-        if proposal.split == proposal.present:
+        if proposal.split == proposal.present or proposal.gain_fraction <= 0:
             reason = f"layers stay: no split beats {list(proposal.present.layers_per_stage)} ({promise})"
         elif proposal.gain_fraction < self.min_gain:
             reason = (

@@ -70,6 +70,8 @@ class ParallelConfig:
     """ddp only: what gradients travel as: none (themselves), fp16, bf16, powersgd (low rank, with error feedback)."""
     prefetch: int = 0
     """zero2, fsdp, hsdp: blocks whose weights are asked for ahead of the one that computes; 0 leaves it to PyTorch."""
+    adaptive: bool = False
+    """pp only: measure the layers in the first steps, and move them between ranks where that makes steps faster."""
     vision_stages: int = 0
     """Pipeline stages for the vision tower alone; 0 lets it share stages with language layers."""
     timeout_s: float = 60.0
@@ -135,6 +137,11 @@ class ParallelConfig:
             found.append(
                 f"parallel.compression = {self.compression!r} with strategy = {self.strategy!r}: only ddp has a hook "
                 "for it; leave it out"
+            )
+        if self.adaptive and (self.pp == 1 or self.tp > 1):
+            found.append(
+                f"parallel.adaptive = true with pp = {self.pp}, tp = {self.tp}: it moves whole layers between the ranks "
+                "of a pipeline, so pp must be 2 or more and tp 1; leave it out"
             )
         if self.prefetch and self.strategy not in SHARDED:
             found.append(

@@ -26,10 +26,12 @@ from vlmcourse.layout import SHARDED, sequence_multiple
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
+from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
 from vlmcourse.parallel.gather import gather_plain_model
 from vlmcourse.parallel.mesh import find_place
+from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
@@ -126,6 +128,8 @@ class Trainer:
         """Called once a step on every rank, when gradients are exchanged and clipped but weights not yet updated."""
         self.after_step: list[Callable[[Trainer, StepReport], None]] = []
         """Called at the end of every step on every rank."""
+        if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
+            self.after_step.append(AdaptivePipelineScheduler(self.model, self.optimizer))
         self._show_progress = show_progress
         self._continues = False
         """Whether the steps done are those of the run in this run's folder."""

@@ -140,8 +140,8 @@ class ParallelConfig:
             )
         if self.adaptive and (self.pp == 1 or self.tp > 1):
             found.append(
-                f"parallel.adaptive = true with pp = {self.pp}, tp = {self.tp}: it moves whole layers between the ranks "
-                "of a pipeline, so pp must be 2 or more and tp 1; leave it out"
+                f"parallel.adaptive = true with pp = {self.pp}, tp = {self.tp}: whole layers move between the ranks of "
+                "a pipeline, so pp must be 2 or more and tp 1; leave it out"
             )
         if self.prefetch and self.strategy not in SHARDED:
             found.append(

@@ -196,8 +196,8 @@ def test_a_killed_kernel_leaves_nothing(kernel: Kernel, folder: Path) -> None:
     kernel.start(f"%%torchrun -n 2 --launcher elastic{STUBBORN_FAMILY}")
     kernel.wait_for_text("up 1")
     os.kill(kernel_pid, signal.SIGKILL)
-    assert wait_until(lambda: not kernel.processes(with_server=True), within_s=30)
-    assert wait_until(lambda: not leftovers(folder), within_s=30)
+    assert wait_until(lambda: not kernel.processes(with_server=True), within_s=90)
+    assert wait_until(lambda: not leftovers(folder), within_s=90)
 
 
 @pytest.mark.parametrize(

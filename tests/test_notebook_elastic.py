@@ -151,7 +151,7 @@ def test_an_interrupt_and_a_timeout_leave_nothing(kernel: Kernel, folder: Path) 
 
 
 @pytest.mark.notebook
-def test_two_machines_run_the_cell_and_its_script_together(kernel: Kernel, folder: Path) -> None:
+def test_two_machines_run_the_cell_and_its_script_together(kernel: Kernel, folder: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -163,7 +163,8 @@ def test_two_machines_run_the_cell_and_its_script_together(kernel: Kernel, folde
         command = next((line for line in text.splitlines() if line.startswith("  torchrun --nnodes 2")), "")
         if "waiting for 1 other machine: copy both.py there" in text and command.endswith("both.py") and not others:
             words = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
-            env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+            # A torchrun that is started by hand never removes its torchelastic_* folder.
+            env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
             others.append(subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True))
 
     cell = f"""%%torchrun {flags}
@@ -196,8 +197,8 @@ def test_a_killed_kernel_leaves_nothing(kernel: Kernel, folder: Path) -> None:
     kernel.start(f"%%torchrun -n 2 --launcher elastic{STUBBORN_FAMILY}")
     kernel.wait_for_text("up 1")
     os.kill(kernel_pid, signal.SIGKILL)
-    assert wait_until(lambda: not kernel.processes(with_server=True), within_s=90)
-    assert wait_until(lambda: not leftovers(folder), within_s=90)
+    assert wait_until(lambda: not kernel.processes(with_server=True), within_s=30)
+    assert wait_until(lambda: not leftovers(folder), within_s=30)
 
 
 @pytest.mark.parametrize(

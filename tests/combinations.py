@@ -53,7 +53,6 @@ COMBINATIONS: dict[str, Combination] = {
     "cp by all-gather, fsdp": Combination(
         2, {"strategy": "fsdp", "cp": 2, "cp_method": "allgather", "cp_order": "contiguous"}
     ),
-    "cp by ulysses, zero1": Combination(2, {"strategy": "zero1", "cp": 2, "cp_method": "ulysses"}),
     "pp, 1f1b": Combination(2, {"pp": 2}, 4),
     "pp, gpipe, vision apart, tied": Combination(
         2, {"pp": 2, "pp_schedule": "gpipe", "vision_stages": 1}, 2, tied=True
@@ -64,6 +63,9 @@ COMBINATIONS: dict[str, Combination] = {
     "pp, dualpipev": Combination(2, {"pp": 2, "pp_schedule": "dualpipev"}, 4),
     "hsdp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2}, 2, starts_empty=True),
     "zero1 on 4": Combination(4, {"strategy": "zero1"}, 2),
+    "cp by ulysses, more ranks than key/value heads": Combination(
+        4, {"strategy": "zero1", "cp": 4, "cp_method": "ulysses"}
+    ),
     "fsdp x tp": Combination(4, {"strategy": "fsdp", "tp": 2}, 2),
     "zero2 x tp, language alone": Combination(4, {"strategy": "zero2", "tp": 2, "vision_tp": 1}),
     "hsdp x cp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2, "cp": 2}),

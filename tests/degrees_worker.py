@@ -55,7 +55,6 @@ def collect_refusals(ranks: Ranks) -> dict[str, str]:
         "too few micro-batches": Combination(4, {"strategy": "fsdp", "pp": 2, "pp_schedule": "dualpipev"}, 2),
         "odd heads": Combination(4, {"strategy": "fsdp", "tp": 2}, heads=3),
         "too many stages": Combination(4, {"pp": 4, "pp_schedule": "interleaved"}, 8),
-        "heads for ulysses": Combination(4, {"strategy": "ddp", "cp": 4, "cp_method": "ulysses"}),
     }.items():
         try:
             build(combination, ranks, Path("unused"), "unused", seed=0)

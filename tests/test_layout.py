@@ -117,7 +117,7 @@ def test_a_rank_outside_the_grid_is_refused() -> None:
             ParallelConfig(tp=2),
             ["vision_tp=2 does not divide 25 vision heads: set vision_tp=1, or vision_heads to 'mlp_only' or"],
         ),
-        ("tiny", ParallelConfig(strategy="fsdp", cp=4, cp_method="ulysses"), ["set cp_method to 'ring'"]),
+        ("tiny", ParallelConfig(tp=2, cp=4, cp_method="ulysses"), ["cp=4 does not divide the 2 query heads of a rank"]),
         (
             "tiny",
             ParallelConfig(pp=6),

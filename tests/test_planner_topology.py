@@ -96,7 +96,7 @@ def test_in_a_cube_of_links_every_pair_of_a_domain_has_one() -> None:
 def test_pairs_are_brought_together_for_tensor_parallelism() -> None:
     placed = place_axes({"dp_shard": 2, "tp": 2}, PAIRS)
     assert placed.visible_devices == (0, 2, 1, 3)
-    assert placed.environment == {"CUDA_VISIBLE_DEVICES": "0,2,1,3"}
+    assert placed.environment == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0,2,1,3"}
     assert placed.is_inside == {"dp_shard": False, "tp": True}
     assert "tp = 2: each group lies inside a domain (0-2, 1-3)" in str(placed)
     assert "dp_shard = 2: crosses between domains" in str(placed)

@@ -81,7 +81,6 @@ def test_what_cannot_be_is_refused_by_every_rank_with_the_reason(found: list[dic
             "too few micro-batches": "dualpipev needs at least 4",
             "odd heads": "vision_tp=2 does not divide 3 vision heads: set vision_tp=1, or vision_heads to 'mlp_only'",
             "too many stages": "each needs at least one block; lower pp",
-            "heads for ulysses": "set cp_method to 'ring' or 'allgather'",
             "another model": "this is a Linear: use ddp or fsdp",
             "no loss": "the last stage of a pipeline needs loss_sum",
         }.items():

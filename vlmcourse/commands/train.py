@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmcourse.commands.gpu_order import order_gpus
 from vlmcourse.config import ConfigError, TrainConfig, check_files, load_config
+from vlmcourse.layout import ParallelConfig
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
@@ -107,10 +109,19 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def check_degrees(config: TrainConfig, world_size: int) -> None:
-    """Refuse a number of ranks, or degrees, that the run cannot use; see `settle`."""
+def check_degrees(config: TrainConfig, world_size: int) -> ParallelConfig:
+    """Refuse a number of ranks, or degrees, that the run cannot use; return them without auto; see `settle`."""
     shape = None if config.model.hf_folder else get_model(config.model.preset)
-    settle(config.parallel, world_size, shape, config.train.accumulation_steps)
+    return settle(config.parallel, world_size, shape, config.train.accumulation_steps)[0]
+
+
+def _order_gpus(config: TrainConfig) -> None:
+    """Put tensor-parallel ranks on GPUs that are close to each other."""
+    settled = check_degrees(config, int(os.environ.get("WORLD_SIZE", "1")))
+    variables, explanation = order_gpus(settled, os.environ)
+    os.environ.update(variables)
+    if explanation and os.environ.get("RANK") == "0":
+        print(explanation, flush=True)
 
 
 def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
@@ -127,6 +138,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
 
 def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
     """Train in this process, which is the only one or one rank of several."""
+    _order_gpus(config)  # before anything asks for a GPU
     from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
     from vlmcourse.train.trainer import Trainer
 

@@ -49,10 +49,10 @@ def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
     """
     found = tensor_problems(shape, config.tp, config.vision_plan)
     if config.cp_method == "ulysses":
-        per_rank = shape.language.num_kv_heads // config.tp
+        per_rank = shape.language.num_heads // config.tp
         if per_rank % config.cp:
             found.append(
-                f"cp={config.cp} does not divide the {per_rank} key/value heads of a rank, which ulysses deals out: "
+                f"cp={config.cp} does not divide the {per_rank} query heads of a rank, which ulysses deals out: "
                 "set cp_method to 'ring' or 'allgather'"
             )
     if config.pp > 1:

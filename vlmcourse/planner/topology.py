@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmcourse.layout import AXES
 from vlmcourse.values import did_you_mean
 
 CONNECTIONS = {
@@ -30,8 +31,6 @@ CONNECTIONS = {
 """What lies between two devices, the fastest first; NV stands for NV1, NV18 and so on."""
 FAST_LEVELS = (("NV",), ("PIX", "PXB"))
 """Connections that make a fast domain: NVLink where a machine has any, else PCIe switches."""
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of a device mesh, outermost first: neighbours on the last have neighbouring ranks."""
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 GPU_NAME = re.compile(r"GPU(\d+)")
 TIMEOUT_S = 60
@@ -82,8 +81,11 @@ class Placement:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to set before the ranks start."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.visible_devices))}
+        """What to set before the ranks start; `nvidia-smi` numbers GPUs by their bus, and CUDA must do so too."""
+        return {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.visible_devices)),
+        }
 
     def __str__(self) -> str:
         """Say it in words."""
@@ -214,7 +216,7 @@ def _slowest_link(topology: Topology, gpus: Sequence[int]) -> str:
 def place_axes(degrees: Mapping[str, int], domains: Sequence[FastDomain]) -> Placement:
     """Order the GPUs of a machine so that every tensor-parallel group lies inside one fast domain.
 
-    Ranks are numbered with tp innermost (see `AXES`), so each run of `tp` neighbours in the order is one group; where
+    Ranks are numbered with tp innermost (see `layout`), so each run of `tp` neighbours in the order is one group; where
     a domain is no multiple of `tp`, what is left of it stays unused.
 
     Args:
@@ -291,7 +293,7 @@ def _explain(
             sentences.append(f"{axis} = {degrees[axis]}: {where}.")
     num_machines = math.prod(degrees.values()) // len(order)
     on_each = f" on each of {num_machines} machines" if num_machines > 1 else ""
-    sentences.append(f"Set CUDA_VISIBLE_DEVICES={','.join(map(str, order))}{on_each} before the ranks start.")
+    sentences.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, order))}{on_each} puts them there.")
     return " ".join(sentences)
 
 

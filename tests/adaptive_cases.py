@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeline_cases import LOSS_SCALE, MAX_GRAD_NORM, Case, Recording, build_case_model, make_step
+from pipeline_cases import Case, Recording, build_case_model, train_plain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vlmcourse.config import OptimizerConfig
 from vlmcourse.planner.stages import StageSplit
-from vlmcourse.train.loss import token_loss_sum
-from vlmcourse.train.optimizer import build_optimizer, clip_global_norm
+from vlmcourse.train.optimizer import build_optimizer
 
 STEPS = ("mixed", "text", "pictures")
 NUM_MICROBATCHES = 4
@@ -87,18 +86,7 @@ def train_alone(case: Case, num_microbatches: int) -> Trip:
     """Train a case in one process."""
     model, recording = build_case_model(case), Trip()
     optimizer = build_optimizer(model, OPTIMIZER)
-    for step in STEPS:
-        optimizer.zero_grad()
-        losses = []
-        for batch in make_step(model.shape, step, num_microbatches):
-            logits = model(batch.input_ids_BS, batch.pixel_values_ICHW, batch.attention_mask_BS)
-            loss = token_loss_sum(logits, batch.labels_BS)
-            (loss * LOSS_SCALE).backward()
-            losses.append(loss.item())
-        recording.losses.append(losses)
-        recording.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        recording.grad_norms.append(clip_global_norm(model.parameters(), MAX_GRAD_NORM))
-        optimizer.step()
+    train_plain(model, optimizer, STEPS, num_microbatches, recording)
     recording.rates = find_rates(model.named_parameters(), optimizer)
     recording.state = {
         n: {"weight": p.detach().clone()} | {k: v.clone() for k, v in optimizer.state.get(p, {}).items()}

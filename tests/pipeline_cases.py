@@ -154,11 +154,11 @@ def build_adamw(model_parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW
     return torch.optim.AdamW(trained or [torch.nn.Parameter(torch.zeros(1))], lr=2e-3, eps=1e-5, weight_decay=0.1)
 
 
-def train_single(case: Case, num_microbatches: int) -> Recording:
-    """Train a case in one process."""
-    model, recording = build_case_model(case), Recording()
-    optimizer = build_adamw(list(model.parameters()))
-    for step in STEPS:
+def train_plain(
+    model: VLM, optimizer: torch.optim.Optimizer, steps: Sequence[str], num_microbatches: int, recording: Recording
+) -> None:
+    """Train a whole model in this process and note its losses, gradients and norms."""
+    for step in steps:
         optimizer.zero_grad()
         losses = []
         for batch in make_step(model.shape, step, num_microbatches):
@@ -170,5 +170,11 @@ def train_single(case: Case, num_microbatches: int) -> Recording:
         recording.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         recording.grad_norms.append(clip_global_norm(model.parameters(), MAX_GRAD_NORM))
         optimizer.step()
+
+
+def train_single(case: Case, num_microbatches: int) -> Recording:
+    """Train a case in one process."""
+    model, recording = build_case_model(case), Recording()
+    train_plain(model, build_adamw(list(model.parameters())), STEPS, num_microbatches, recording)
     recording.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return recording

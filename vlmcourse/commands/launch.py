@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
-from vlmcourse.commands.train import check_degrees, parse_overrides
+from vlmcourse.commands.train import add_config_arguments, check_degrees, parse_overrides
 from vlmcourse.config import TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
     DEFAULT_PORT,
@@ -59,21 +59,13 @@ class Launch:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.add_argument("config", help="a TOML file, such as configs/tiny.toml")
+    add_config_arguments(parser)
     parser.add_argument("--target", required=True, choices=TARGETS, help="what starts the ranks")
     parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or as many as --hosts names)")
     parser.add_argument("--nproc-per-node", type=int, default=DEFAULT_RANKS, metavar="M", help="ranks on each (8)")
     parser.add_argument("--cpu", action="store_true", help="ask for no GPUs: ranks run on CPU cores with gloo")
     parser.add_argument("--cpus-per-node", type=int, default=0, metavar="C", help="cores on each (slurm, k8s)")
     parser.add_argument("--name", help="of the job (default: run.name of the file)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the file, such as train.num_steps=20; may be repeated",
-    )
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of this run")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file instead of stdout")
     parser.add_argument("--force", action="store_true", help="overwrite that file")

@@ -45,10 +45,9 @@ CHECKED = "VLMCOURSE_START_CHECKED"
 """Set for ranks by the process that started them: it has refused what would stop them all."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says which run it is: a file, and changes to its values."""
     parser.add_argument("config", help="a TOML file, such as configs/tiny.toml")
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument(
         "--set",
         action="append",
@@ -57,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="change one value of the file, such as train.num_steps=20; may be repeated",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    add_config_arguments(parser)
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument(
         "--resume",
         nargs="?",

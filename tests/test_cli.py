@@ -236,6 +236,18 @@ def test_two_ranks_train_log_plot_and_end_with_one_json_line(tmp_path: Path, str
     assert done.stderr == ""
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_an_adaptive_pipeline_tells_what_it_decided(tmp_path: Path) -> None:
+    changes = {"parallel__strategy": "single", "parallel__pp": 2, "parallel__vision_stages": 1}
+    argv = arguments(tmp_path, **changes, parallel__adaptive="true", train__num_steps=7, train__accumulation_steps=2)
+    done = vlmcourse(*argv, "--nproc", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Two steps to warm up and three to measure; what is decided depends on the times.
+    assert re.search(r"step 5: layers (move|stay): .*\(slowest stage \S+ ms -> \S+ ms a micro-batch", done.stdout)
+    assert "single on 2 rank(s) (pp 2), 7 steps" in done.stdout
+
+
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run on two ranks that has made its first steps and would go on for hours."""

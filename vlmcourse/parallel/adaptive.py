@@ -10,7 +10,6 @@ Ranks are taken to be equally fast, and messages to cost the same wherever the c
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -23,8 +22,6 @@ from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.planner.schedules import SCHEDULES
 from vlmcourse.planner.stages import StageSplit, split_by_cost
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -220,8 +217,6 @@ class AdaptivePipelineScheduler:
         decision = Decision(self.num_steps, proposal, moved, reason)
         self.decisions.append(decision)
         self._starts_at = self.num_steps + self.repeat_every if self.repeat_every else None
-        if dist.get_rank(self.everyone) == 0:
-            logger.info("%s", decision)
         return decision
 
     def move(self, split: StageSplit) -> Moved:

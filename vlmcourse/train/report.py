@@ -49,6 +49,8 @@ class StepReport:
     """By trained tower."""
     tokens: TokenCount
     seconds: float
+    decision: str = ""
+    """Of `parallel.adaptive`, in a step that made one: which layers moved where, or why none did."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,11 @@ class RunReport:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
             self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar; rank 0 only."""
+        if self._is_main:
+            tqdm.write(text, file=sys.stdout)
 
     def log(self, step: StepReport, rate: TokenCount, exact_match: float | None, seconds: float) -> None:
         """Add one row to the history and the log files.

@@ -128,8 +128,10 @@ class Trainer:
         """Called once a step on every rank, when gradients are exchanged and clipped but weights not yet updated."""
         self.after_step: list[Callable[[Trainer, StepReport], None]] = []
         """Called at the end of every step on every rank."""
+        self.scheduler: AdaptivePipelineScheduler | None = None
+        """What moves layers between the stages of a pipeline, where `parallel.adaptive` asks for it."""
         if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
-            self.after_step.append(AdaptivePipelineScheduler(self.model, self.optimizer))
+            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer)
         self._show_progress = show_progress
         self._continues = False
         """Whether the steps done are those of the run in this run's folder."""
@@ -150,7 +152,7 @@ class Trainer:
 
         Returns:
             What happened, the same numbers on every rank.
-        Communicates: see `accumulate_gradients` and `clip_gradients`.
+        Communicates: see `accumulate_gradients` and `clip_gradients`; with `parallel.adaptive` see `step_done` too.
         """
         started_s = time.perf_counter()
         config = self.config.train
@@ -169,7 +171,8 @@ class Trainer:
         self.optimizer.step()
         self.step += 1
         seconds = time.perf_counter() - started_s
-        report = StepReport(self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds)
+        decision = str((self.scheduler and self.scheduler.step_done()) or "")
+        report = StepReport(self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision)
         for after in self.after_step:
             after(self, report)
         return report
@@ -203,6 +206,8 @@ class Trainer:
                 train_seconds += step.seconds
                 throughput.add(step.tokens, step.seconds)
                 report.show(step.loss, throughput.mean().total)
+                if step.decision:
+                    report.say(step.decision)
                 evaluated = self._is_due(config.eval_every)
                 if evaluated:
                     exact = self.evaluate()

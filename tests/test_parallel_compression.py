@@ -36,6 +36,18 @@ def test_powersgd_sends_less_than_a_tenth_in_three_parts(found: dict[str, Any]) 
     assert gradient_bytes(found["powersgd"]) < gradient_bytes(found["none"]) / 10
 
 
+def test_the_buckets_of_powersgd_are_exchanged_one_after_the_other_on_every_rank(found: dict[str, Any]) -> None:
+    first, second = found["order of buckets"]
+    assert first == second
+    factor = 256 * 2 * 4  # one matrix's left or right factor of two columns in fp32
+    num_buckets = len(first) // 3
+    assert num_buckets > 2 and len(first) == 3 * num_buckets
+    # Of each bucket what is not compressed (nothing here), the left factors, the right factors.
+    for start in range(0, len(first), 3):
+        whole, left, right = first[start : start + 3]
+        assert whole == 0 and left == right and left % factor == 0
+
+
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "powersgd"])
 def test_losses_stay_near_those_of_whole_gradients_and_are_not_the_same(found: dict[str, Any], kind: str) -> None:
     pairs = zip(found[kind]["losses"], found["none"]["losses"], strict=True)

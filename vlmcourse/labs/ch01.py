@@ -22,7 +22,7 @@ from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import IMAGE_MARKER, load_tokenizer
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.activations import ActivationMeter
-from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.comm import local_part, max_over_ranks, wait_for_all
 from vlmcourse.parallel.fsdp import find_units
 from vlmcourse.parallel.holdings import RankHoldings, measure_holdings, watch_inputs
 from vlmcourse.parallel.pipelined import PipelinedModel
@@ -240,6 +240,46 @@ def record_schedule(
     with ActivationMeter() as meter:
         pipeline.forward_backward(micro_batches)
     return min(passes, key=makespan_s), meter.peak_bytes
+
+
+def time_every_split(
+    trainer: Trainer, num_rounds: int = 2, num_steps: int = 2
+) -> tuple[dict[tuple[int, ...], float], list[float]]:
+    """Move an adaptive pipeline to every split of its layers in turn and time steps there; all ranks must call this.
+
+    The rounds go through the splits in opposite orders, so that a machine that becomes slower hits all of them.
+
+    Args:
+        trainer: with `parallel.adaptive` on a pipeline of two stages; it makes real steps.
+        num_rounds: times that each split is visited.
+        num_steps: steps that are timed at each visit, after one that is not.
+
+    Returns:
+        By layers per stage, the fastest step, as long as its slowest rank took; and the losses of all steps made.
+
+    Raises:
+        ValueError: if the trainer does not adapt, or has another number of stages.
+    """
+    scheduler = trainer.scheduler
+    if scheduler is None or scheduler.pipeline.num_stages != 2:
+        raise ValueError("time_every_split: the trainer needs pp = 2, adaptive = true and a schedule of two stages")
+    present, losses = scheduler.pipeline.split, []
+    splits = [
+        dataclasses.replace(present, layers_per_stage=(first, present.num_layers - first))
+        for first in range(1, present.num_layers)
+    ]
+    fastest_s = dict.fromkeys((split.layers_per_stage for split in splits), math.inf)
+    for number in range(num_rounds):
+        for split in splits if number % 2 == 0 else splits[::-1]:
+            scheduler.move(split)
+            losses.append(trainer.train_step().loss)
+            for _ in range(num_steps):
+                wait_for_all(trainer.ranks)
+                report = trainer.train_step()
+                losses.append(report.loss)
+                slowest_s = max_over_ranks([report.seconds], trainer.ranks)[0]
+                fastest_s[split.layers_per_stage] = min(fastest_s[split.layers_per_stage], slowest_s)
+    return fastest_s, losses
 
 
 def deeper_tiny(num_language_layers: int = 6) -> VLMShape:

@@ -65,7 +65,7 @@ def compress_gradients(
                 f"powersgd_rank = {powersgd_rank}, powersgd_start_step = {powersgd_start_step}: must be at least 1 and "
                 f"{FIRST_POWERSGD_STEP}; DDP arranges its buckets anew after its first step"
             )
-        state = PowerSGDState(
+        state = OneBucketAtATime(
             group,
             matrix_approximation_rank=powersgd_rank,
             start_powerSGD_iter=powersgd_start_step,
@@ -125,12 +125,24 @@ def bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.future
     return work.get_future().then(widen)
 
 
-def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+class OneBucketAtATime(PowerSGDState):
+    """PowerSGD's state, and the exchange that is under way.
+
+    Of the three all-reduces of a bucket the later two are called from the thread that finished the one before. With two
+    buckets under way their order is a matter of luck, and differs between ranks.
+    """
+
+    under_way: torch.futures.Future[Tensor] | None = None
+
+
+def powersgd_hook(state: OneBucketAtATime, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients by torch's PowerSGD, which starts each step from the last one's right factor.
 
     A matrix of zeros (the gradient of the vision tower in a step without pictures, where no error is fed back yet)
     leaves a factor of 0 behind. Every product with it is 0: that matrix would never be updated again. Such a bucket
     starts from random factors instead, as at first; the factors are equal on all ranks, so all do.
+
+    The bucket before is waited for (on a GPU by the stream alone), see `OneBucketAtATime`.
 
     Args:
         state: of all buckets, with the errors to feed back.
@@ -140,7 +152,10 @@ def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
         The averaged bucket [elements], fp32, when it is there.
     Communicates: three all-reduces: what is not compressed, the left factors and the right factors.
     """
+    if state.under_way is not None:
+        state.under_way.wait()
     factors = state.q_memory_dict.get(bucket.index())
     if factors is not None and not bool(factors.all()):
         del state.p_memory_dict[bucket.index()]
-    return powerSGD_hook(state, bucket)
+    state.under_way = powerSGD_hook(state, bucket)
+    return state.under_way

@@ -8,6 +8,7 @@ each rank's own, from its step's start: clocks of ranks are not compared. Chapte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ def trace_step(step: Callable[[], object], device: torch.device) -> StepTrace:
         RuntimeError: if the profiler saw no computation.
     Communicates: what the step does.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each start and stop prints a line of its own
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

@@ -2,14 +2,16 @@
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
 By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees),
-`holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules), `strategies` (side by side).
+`holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers that move), `links`
+(how fast ranks send), `strategies` (side by side).
 """
 
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
 from vlmcourse.plots.holdings import plot_holdings
+from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
-from vlmcourse.plots.pipeline import plot_schedules
+from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
@@ -17,6 +19,7 @@ from vlmcourse.plots.training import plot_losses, plot_training
 
 __all__ = [
     "COLOURS",
+    "plot_adaptation",
     "plot_causal_work",
     "plot_collectives",
     "plot_context_traffic",
@@ -24,8 +27,10 @@ __all__ = [
     "plot_gathered_weights",
     "plot_holdings",
     "plot_ledgers",
+    "plot_links",
     "plot_losses",
     "plot_memory_over_ranks",
+    "plot_overlap",
     "plot_schedules",
     "plot_state",
     "plot_strategies",

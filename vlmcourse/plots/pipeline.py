@@ -1,4 +1,4 @@
-"""Figures of pipelines: what every rank did when, from the actions that really ran."""
+"""Figures of pipelines: what every rank did when, from the actions that really ran, and what moving layers changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from vlmcourse.parallel.layer_times import LayerTimes
 from vlmcourse.parallel.timeline import Action, bubble_fraction, makespan_s
+from vlmcourse.planner.stages import StageSplit
 from vlmcourse.plots.style import COLOURS, new_figure
 
 KINDS = {
@@ -16,6 +18,9 @@ KINDS = {
     "I": ("backward, activations' part", COLOURS["communication"]),
     "W": ("backward, weights' part", COLOURS["weights"]),
 }
+
+STAGES = ("weights", "gradients", "activations", "communication")
+"""Colours of stages, in their order."""
 
 
 def plot_schedules(schedules: Mapping[str, Sequence[Sequence[Action]]]) -> Figure:
@@ -59,4 +64,49 @@ def plot_schedules(schedules: Mapping[str, Sequence[Sequence[Action]]]) -> Figur
     handles = [Patch(facecolor=colour, label=name) for kind, (name, colour) in KINDS.items() if kind in kinds]
     handles.append(Patch(facecolor=COLOURS["idle"], alpha=0.45, label="waiting"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    return figure
+
+
+def plot_adaptation(
+    times: LayerTimes, splits: Mapping[str, StageSplit], step_s: Mapping[tuple[int, ...], float]
+) -> Figure:
+    """Draw what the layers cost, where some splits cut them, and how long a step takes under every split.
+
+    Args:
+        times: measured, of each layer.
+        splits: the ones to point out, by name, all into the same number of stages.
+        step_s: seconds of a step by layers per stage, for every split that was measured.
+
+    Returns:
+        A figure of two panels: a row a split, with a bar for each layer, as wide as it takes, in its stage's colour;
+        and the step time of all splits, sorted, the splits of the left panel named.
+    """
+    figure, (layers, steps) = new_figure(3.6, 1, 2, width_ratios=(5, 4))
+    for row, (name, split) in enumerate(splits.items()):
+        left = 0.0
+        for stage in range(split.num_stages):
+            colour = COLOURS[STAGES[stage % len(STAGES)]]
+            for layer in split.layers(stage):
+                width = 1e3 * times.total_s[layer]
+                layers.barh(row, width, left=left, height=0.6, color=colour, edgecolor="white", alpha=0.85)
+                left += width
+        slowest_ms = 1e3 * max(times.of_stages(split))
+        layers.text(0, row - 0.34, f"{name}: slowest stage {slowest_ms:.1f} ms", va="bottom", fontsize=9)
+    layers.set(yticks=[], ylim=(len(splits) - 0.5, -0.75), xlabel="forward and backward of a micro-batch (ms)")
+    layers.set_title("layers, colored by their stage", fontsize=10)
+    named = {split.layers_per_stage: name for name, split in splits.items()}
+    ordered = sorted(step_s.items(), key=lambda item: item[1])
+    for row, (split_layers, seconds) in enumerate(ordered):
+        is_named = split_layers in named
+        steps.barh(row, 1e3 * seconds, height=0.75, color=COLOURS["loss" if is_named else "idle"], alpha=0.7)
+        text = f" {named[split_layers]}" if is_named else ""
+        steps.text(1e3 * seconds, row, text, va="center", fontsize=9)
+    steps.set_yticks(range(len(ordered)), ["+".join(map(str, split_layers)) for split_layers, _ in ordered])
+    steps.set(ylim=(len(ordered) - 0.4, -0.6), xlabel="a step (ms)", ylabel="layers a stage")
+    steps.set_title("every split, measured", fontsize=10)
+    steps.margins(x=0.3)
+    for axes in (layers, steps):
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle("A pipeline that measured itself")
     return figure

@@ -21,8 +21,12 @@ from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.monitor.ledger import Ledger
 from vlmcourse.monitor.step_cost import StepCost
 from vlmcourse.parallel.holdings import LayerShare, RankHoldings
+from vlmcourse.parallel.layer_times import LayerTimes
+from vlmcourse.parallel.links import LinkSample, fit_link
+from vlmcourse.parallel.overlap import Communication, StepTrace
 from vlmcourse.parallel.timeline import Action
 from vlmcourse.planner import StateBytes, estimate_state_bytes
+from vlmcourse.planner.stages import StageSplit
 from vlmcourse.plots.holdings import find_box
 from vlmcourse.presets import get_model
 
@@ -121,7 +125,29 @@ def strategies_figure() -> Figure:
     return plots.plot_strategies(costs, references=("DDP", "DDP on 4"))
 
 
+def adaptation_figure() -> Figure:
+    start, chosen = (
+        StageSplit(num_vision_layers=1, num_language_layers=1, layers_per_stage=layers) for layers in ((1, 4), (3, 2))
+    )
+    times = LayerTimes((0.1,) * 5, (0.2,) * 5, 4)
+    step_s = {(1, 4): 2.4, (2, 3): 1.9, (3, 2): 1.8, (4, 1): 2.5}
+    return plots.plot_adaptation(times, {"start": start, "chosen": chosen}, step_s)
+
+
+def links_figure() -> Figure:
+    samples = tuple(LinkSample(payload_bytes=size, seconds=1e-4 + size / 1e9) for size in (2**12, 2**16, 2**20))
+    return plots.plot_links({"all-reduce": fit_link("all-reduce", 2, samples)})
+
+
+def overlap_figure() -> Figure:
+    sent = (Communication(name="gloo:all_reduce", start_s=0.1, end_s=0.3),)
+    return plots.plot_overlap({"DDP": StepTrace(seconds=0.3, compute=((0.0, 0.2),), communication=sent)})
+
+
 FIGURES = {
+    "adaptation": adaptation_figure,
+    "links": links_figure,
+    "overlap": overlap_figure,
     "state": state_figure,
     "ledgers": ledger_figure,
     "ranks": ranks_figure,
@@ -312,3 +338,24 @@ def test_strategies_are_compared_with_the_reference_on_as_many_ranks() -> None:
     assert [text.get_text().strip() for text in memory.texts] == ["24.0", "16.0", "20.0", "12.0"]
     assert [text.get_text().strip() for text in sent.texts] == ["4.00", "6.00", "6.00", "6.00"]
     assert [text.get_text().strip() for text in time.texts] == ["1.0", "2.0", "1.0", "1.5"]
+
+
+def test_layers_are_as_wide_as_their_time_and_splits_are_sorted_by_theirs() -> None:
+    layers, steps = adaptation_figure().axes
+    assert [round(bar.get_width()) for bar in bars(layers)] == [300] * 10
+    first, second = (plots.COLOURS[name].lower() for name in ("weights", "gradients"))
+    colours = [to_hex(bar.get_facecolor()) for bar in bars(layers)]
+    assert colours == [first, *[second] * 4, *[first] * 3, *[second] * 2]
+    assert {"slowest stage: 1200.0 ms", "slowest stage: 900.0 ms"} <= {text.get_text() for text in layers.texts}
+    assert [label.get_text() for label in steps.get_yticklabels()] == ["3+2", "2+3", "1+4", "4+1"]
+    assert [round(bar.get_width()) for bar in bars(steps)] == [1800, 1900, 2400, 2500]
+
+
+def test_a_fitted_line_runs_through_points_that_lie_on_one() -> None:
+    points, line = links_figure().axes[0].lines
+    assert heights_of(line) == pytest.approx(heights_of(points), rel=1e-6)
+
+
+def test_overlap_names_the_part_of_communication_that_is_hidden() -> None:
+    (axes,) = overlap_figure().axes
+    assert axes.get_title(loc="left") == "DDP: 200.0 ms of communication, 50 % of it behind computation"

@@ -82,7 +82,7 @@ def plot_adaptation(
         and the step time of all splits, sorted, the splits of the left panel named.
     """
     figure, (layers, steps) = new_figure(3.6, 1, 2, width_ratios=(5, 4))
-    for row, (name, split) in enumerate(splits.items()):
+    for row, split in enumerate(splits.values()):
         left = 0.0
         for stage in range(split.num_stages):
             colour = COLOURS[STAGES[stage % len(STAGES)]]
@@ -91,8 +91,9 @@ def plot_adaptation(
                 layers.barh(row, width, left=left, height=0.6, color=colour, edgecolor="white", alpha=0.85)
                 left += width
         slowest_ms = 1e3 * max(times.of_stages(split))
-        layers.text(0, row - 0.34, f"{name}: slowest stage {slowest_ms:.1f} ms", va="bottom", fontsize=9)
-    layers.set(yticks=[], ylim=(len(splits) - 0.5, -0.75), xlabel="forward and backward of a micro-batch (ms)")
+        layers.text(0, row - 0.34, f"slowest stage: {slowest_ms:.1f} ms", va="bottom", fontsize=9)
+    layers.set_yticks(range(len(splits)), list(splits))
+    layers.set(ylim=(len(splits) - 0.5, -0.9), xlabel="forward and backward of a micro-batch (ms)")
     layers.set_title("layers, colored by their stage", fontsize=10)
     named = {split.layers_per_stage: name for name, split in splits.items()}
     ordered = sorted(step_s.items(), key=lambda item: item[1])
@@ -108,5 +109,11 @@ def plot_adaptation(
     for axes in (layers, steps):
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
+    num_stages = max(split.num_stages for split in splits.values())
+    handles = [
+        Patch(facecolor=COLOURS[STAGES[stage % len(STAGES)]], alpha=0.85, label=f"stage {stage}")
+        for stage in range(num_stages)
+    ]
+    layers.legend(handles=handles, loc="upper right", ncols=num_stages, frameon=False, fontsize=9, borderaxespad=0)
     figure.suptitle("A pipeline that measured itself")
     return figure

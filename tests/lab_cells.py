@@ -1,4 +1,4 @@
-"""The graded cells of labs 1.1 and 1.2 as they stand in chapter 1, in solutions/ and in chapters/."""
+"""The graded cells of labs 1.1 and 1.2 as they stand in part two of chapter 1, in solutions/ and in chapters/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 from vlmcourse.grading.process import QUIET_KERNEL
 
 ROOT = Path(__file__).parents[1]
-CHAPTER = "ch01_parallelism"
+CHAPTER = "ch01b_model_parallelism"
 
 
 def read_cells(folder: str, exercise: str) -> dict[str, nbformat.NotebookNode]:

@@ -22,8 +22,8 @@ def test_demo_trains_runs_the_chapter_and_grades(tmp_path):
     parts = {part["name"]: part for part in json.loads(done.stdout.splitlines()[-1])["parts"]}
     assert all(part["good"] for part in parts.values()), parts
     assert {"loss before -> after", "held-out exact match", "speed", "ch01_parallelism"} <= set(parts)
-    assert parts["reference answers"]["seen"] == "42 of 42 points by tests; by hand: 5 to give"
-    assert parts["blank submission"]["seen"] == "0 of 42 points by tests; by hand: 5 unanswered"
+    assert parts["reference answers"]["seen"] == "20 of 20 points by tests; by hand: 5 to give"
+    assert parts["blank submission"]["seen"] == "0 of 20 points by tests; by hand: 5 unanswered"
     assert "40 of the 1000 steps" in parts["held-out exact match"]["expected"]
     assert (tmp_path / "runs" / "demo" / "tiny" / "training.png").is_file()  # where the training said
     assert "log, plot and checkpoints: runs/demo/tiny" in done.stdout

@@ -51,11 +51,18 @@ class Chapter:
 
 CHAPTERS = {
     "ch01_parallelism": Chapter(
-        title="Parallelism: split samples, matrices, sequences, layers",
-        minutes=120,
+        title="More than one GPU: split the samples",
+        minutes=60,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks",
+        on_gpu="the same cells on NCCL, with peak memory read from the CUDA allocator",
+    ),
+    "ch01b_model_parallelism": Chapter(
+        title="More than one GPU: split the matrices, the sequence, the layers",
+        minutes=80,
         min_memory_gib=4,
         on_cpu="everything, on 2 gloo ranks, two cells on 4",
-        on_gpu="the same cells on NCCL, with peak memory read from the CUDA allocator",
+        on_gpu="the same cells on NCCL, with times of the links between GPUs",
     ),
 }
 

@@ -1,0 +1,52 @@
+"""Every chapter as a whole: it runs, its release is the one that solutions/ make, its answers earn all points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from vlmcourse.grading.process import QUIET_KERNEL
+from vlmcourse.grading.release import find_differences
+from vlmcourse.grading.run import PreparedCourse, grade_submission, list_assignments, prepare_course
+
+ROOT = Path(__file__).parents[1]
+POINTS = {"ch01_parallelism": (20, 5), "ch01b_model_parallelism": (22, 0)}
+"""By tests and by hand."""
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", params=list_assignments(ROOT))
+def chapter(request: pytest.FixtureRequest) -> Iterator[PreparedCourse]:
+    """A chapter, generated; its cells but those that start ranks are run for it."""
+    with prepare_course(ROOT, request.param) as prepared:
+        yield prepared
+
+
+def test_the_release_is_what_generation_makes_now(chapter: PreparedCourse) -> None:
+    assert find_differences(chapter, ROOT) == []
+
+
+def test_the_reference_answers_earn_all_points(chapter: PreparedCourse) -> None:
+    name = chapter.assignment
+    marks = grade_submission(ROOT / "solutions" / name / f"{name}.ipynb", chapter)
+    assert not marks.failure
+    assert (marks.points, marks.max_auto_points, marks.waiting_points) == (POINTS[name][0], *POINTS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in POINTS if name != "ch01_parallelism"])  # the demo runs that one
+def test_every_cell_runs_on_real_ranks(name: str) -> None:
+    folder = ROOT / "solutions" / name
+    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(folder)}}
+    arguments = list(QUIET_KERNEL)
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", extra_arguments=arguments, resources=resources
+    ).execute()
+    figures = [output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in str(output)]
+    captions = [cell for cell in notebook.cells if cell.source.startswith("*Figure ")]
+    assert len(figures) == len(captions) > 0

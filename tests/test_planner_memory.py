@@ -17,6 +17,7 @@ from vlmcourse.planner import (
 )
 from vlmcourse.planner.activations import estimate_activation_bytes
 from vlmcourse.planner.memory import estimate_gathered_bytes, local_params
+from vlmcourse.planner.stages import find_split
 from vlmcourse.presets import VLMShape, get_model
 
 GB = 10**9
@@ -122,7 +123,11 @@ def test_pipeline_stages_hold_every_parameter_once():
     stages = [local_params(Plan(pp=4), MODEL, stage) for stage in range(4)]
     for tower in ("vision", "projector", "language"):
         assert sum(stage[tower] for stage in stages) == getattr(PARAMS, tower)
-    assert [stage["vision"] > 0 for stage in stages] == [True, False, False, False]
+    # 16 vision and 36 language blocks on four stages of 13: the second has three of the one and ten of the other.
+    assert [stage["vision"] > 0 for stage in stages] == [True, True, False, False]
+    assert [stage["language"] > 0 for stage in stages] == [False, True, True, True]
+    assert [stage["projector"] > 0 for stage in stages] == [False, True, False, False]
+    assert stages[2]["language"] == 13 * LAYER_13B
 
 
 def test_tied_embeddings_are_copied_to_the_last_pipeline_stage():
@@ -133,8 +138,24 @@ def test_tied_embeddings_are_copied_to_the_last_pipeline_stage():
 
 def test_fullest_pipeline_stage_is_reported():
     memory = estimate_rank_memory(Plan(pp=4), MODEL)
-    first = sum(local_params(Plan(pp=4), MODEL, stage=0).values())
-    assert memory.weights == 2 * first  # vision and embedding stand on stage 0
+    last = local_params(Plan(pp=4), MODEL, stage=3)["language"]
+    assert last == 13 * LAYER_13B + 5120 + 32064 * 5120
+    assert memory.weights == 2 * last  # as many blocks as any other stage, all of the language tower, and the output
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_plan_holds_on_each_stage_what_the_trainer_puts_there(is_tied):
+    from parity import small_shape
+
+    from vlmcourse.models.vlm import build_model
+    from vlmcourse.parallel.stages import VLMStage
+    from vlmcourse.train.loss import token_loss_sum
+
+    shape = small_shape(is_tied)
+    for stage in range(3):
+        cut = VLMStage(build_model(shape, seed=0), find_split(Plan(pp=3), shape), stage, token_loss_sum)
+        held = sum(parameter.numel() for parameter in cut.parameters())
+        assert sum(local_params(Plan(pp=3), shape, stage).values()) == held
 
 
 # --- Activations and working memory ---------------------------------------------------------------------------------
@@ -198,8 +219,9 @@ def test_early_pipeline_stages_hold_more_micro_batches():
     activations = [estimate_activation_bytes(Plan(pp=3), MODEL, Workload(), stage) for stage in range(2)]
     per_layer = 2 * 2048 * 5120
     live, vision = 34 * 2048 * 5120, 2 * 1025 * 3200 * 16
-    assert activations[0] == 3 * (12 * per_layer + vision) + live
-    assert activations[1] == 2 * 12 * per_layer + live
+    # 52 blocks on three stages: all of the vision tower and one language block, then 17, then 18.
+    assert activations[0] == 3 * (1 * per_layer + vision) + live
+    assert activations[1] == 2 * 17 * per_layer + live
 
 
 # --- What ZeRO-3 gathers --------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_25_vision_heads_do_not_divide_by_two_and_need_not():
         (Plan(dp_replicate=4), "ranks", "4 x 1 x 1 x 1 = 4, but h100x8 has 1 x 8 = 8 devices"),
         (Plan(dp_shard=8), "sharding", "zero_stage=0 splits nothing, but dp_shard=8"),
         (Plan(dp_replicate=8, zero_stage=3), "sharding", "zero_stage=3 splits over dp_shard=1 rank"),
-        (Plan(pp=8), "layers", "pp=8 does not divide 36 language layers"),
+        (Plan(pp=64), "layers", "pp=64 stages for 52 blocks: each stage needs at least one"),
         (Plan(tp=2, vision_tp=4, dp_replicate=4), "vision_tp", "vision_tp=4 with tp=2: must be 1 or equal to tp"),
     ],
 )

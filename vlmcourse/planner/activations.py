@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmcourse.planner.plan import Plan
+from vlmcourse.planner.stages import find_split
 from vlmcourse.presets import VLMShape
 
 REPLICATED_BYTES = 10
@@ -59,24 +60,25 @@ def estimate_activation_bytes(plan: Plan, model: VLMShape, workload: Workload, s
         Bytes.
     """
     scale = plan.recipe.compute_bytes / 2  # the paper counts 16-bit elements
-    in_flight = plan.pp - stage
+    split = find_split(plan, model)
+    in_flight = split.num_stages - stage
     language, vision = model.language, model.vision
+    num_vision_layers, num_layers = len(split.vision_blocks(stage)), len(split.language_blocks(stage))
     text_size = plan.micro_batch_size * workload.seq_len * language.hidden_size
     layer = text_size * _layer_bytes(plan.tp)
-    num_layers = -(-language.num_layers // plan.pp)
     stored = in_flight * num_layers * (text_size * BOUNDARY_BYTES if plan.activation_checkpointing else layer)
-    live = layer if plan.activation_checkpointing else 0
-    if stage == 0:
+    live = layer if plan.activation_checkpointing and num_layers else 0
+    if num_vision_layers:
         image_size = plan.micro_batch_size * workload.tiles_per_sample * (vision.num_patches + 1) * vision.hidden_size
         vision_layer = image_size * _layer_bytes(plan.vision_tp)
         if "vision" in plan.frozen:
             live = max(live, vision_layer)
         else:
             kept = image_size * BOUNDARY_BYTES if plan.activation_checkpointing else vision_layer
-            stored += in_flight * vision.num_layers * kept
+            stored += in_flight * num_vision_layers * kept
             live = max(live, vision_layer if plan.activation_checkpointing else 0)
     logits = 0
-    if stage == plan.pp - 1:
+    if stage == split.num_stages - 1:
         # In the compute dtype, then an fp32 copy for the loss and that copy's gradient.
         element_bytes = plan.recipe.compute_bytes + 4 + 4
         logits = plan.micro_batch_size * workload.seq_len * language.vocab_size * element_bytes

@@ -13,6 +13,7 @@ from vlmcourse.planner import shapes
 from vlmcourse.planner.activations import Workload, estimate_activation_bytes
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS
+from vlmcourse.planner.stages import find_split
 from vlmcourse.presets import VLMShape
 
 GB = 10**9
@@ -139,7 +140,7 @@ def estimate_rank_memory(plan: Plan, model: VLMShape, workload: Workload | None 
         Bytes by owner of the pipeline stage that needs most.
     """
     workload = workload or Workload()
-    stages = [_estimate_stage(plan, model, workload, stage) for stage in range(plan.pp)]
+    stages = [_estimate_stage(plan, model, workload, stage) for stage in range(find_split(plan, model).num_stages)]
     return max(stages, key=lambda memory: memory.device_total)
 
 
@@ -169,24 +170,27 @@ def local_params(plan: Plan, model: VLMShape, stage: int) -> dict[str, int]:
     """Count the parameters of each tower that one rank's data-parallel group holds, before any ZeRO sharding.
 
     Tensor parallelism is taken to split the whole language tower; its norms, which every rank keeps, are under
-    0.01 % of it. The projector is never split. Vision and projector stand on pipeline stage 0.
+    0.01 % of it. The projector is never split. What stands on a stage is `find_split`'s answer.
 
     Args:
         plan: how the ranks share the work.
         model: the model's shape.
         stage: pipeline stage, from 0.
     """
-    params, language = shapes.count_params(model), model.language
-    held = -(-language.num_layers // plan.pp) * shapes.count_language_layer_params(language)
+    split, language = find_split(plan, model), model.language
+    vision = len(split.vision_blocks(stage)) * shapes.count_vision_layer_params(model.vision)
     if stage == 0:
+        vision += shapes.count_vision_embedding_params(model.vision)
+    held = len(split.language_blocks(stage)) * shapes.count_language_layer_params(language)
+    if stage == split.fusion_stage:
         held += shapes.count_embedding_params(language)
-    if stage == plan.pp - 1:
+    if stage == split.num_stages - 1:
         held += shapes.count_head_params(language)
-        if language.tied_embeddings and plan.pp > 1:
+        if language.tied_embeddings and stage != split.fusion_stage:
             held += shapes.count_embedding_params(language)  # the last stage needs a copy to tie to
     return {
-        "vision": -(-params.vision // plan.vision_tp) if stage == 0 else 0,
-        "projector": params.projector if stage == 0 else 0,
+        "vision": -(-vision // plan.vision_tp),
+        "projector": shapes.count_projector_params(model) if stage == split.fusion_stage else 0,
         "language": -(-held // plan.tp),
     }
 
@@ -210,16 +214,20 @@ def estimate_gathered_bytes(plan: Plan, model: VLMShape, stage: int) -> int:
     """
     if plan.zero_stage < 3 or plan.dp_shard == 1:
         return 0
-    language, vision, last = model.language, model.vision, plan.pp - 1
+    split, language, vision = find_split(plan, model), model.language, model.vision
     root: list[tuple[str, int]] = []
-    units = [("language", shapes.count_language_layer_params(language))]
+    units: list[tuple[str, int]] = []
+    if split.language_blocks(stage):
+        units.append(("language", shapes.count_language_layer_params(language)))
+    if split.vision_blocks(stage):
+        units.append(("vision", shapes.count_vision_layer_params(vision)))
     if stage == 0:
         root.append(("vision", shapes.count_vision_embedding_params(vision)))
+    if stage == split.fusion_stage:
         root.append(("projector", shapes.count_projector_params(model)))
-        units.append(("vision", shapes.count_vision_layer_params(vision)))
-    if stage == last:
+    if stage == split.num_stages - 1:
         root.append(("language", language.hidden_size))  # the final norm
-    if stage in (0, last):
+    if stage in (split.fusion_stage, split.num_stages - 1):
         (root if language.tied_embeddings else units).append(("language", shapes.count_embedding_params(language)))
     degrees = {"vision": plan.vision_tp, "projector": 1, "language": plan.tp}
 

@@ -24,7 +24,7 @@ class Plan:
     tp: int = 1
     """Tensor-parallel degree of the language tower."""
     pp: int = 1
-    """Pipeline stages; vision and projector stand on the first."""
+    """Pipeline stages, each with as many blocks of the two towers as any other, or one fewer (`split_evenly`)."""
     vision_tp: int = 1
     """Tensor-parallel degree of the vision tower: 1 (each rank of a tp group holds all of it) or equal to `tp`."""
     zero_stage: int = 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from vlmcourse.planner.plan import Plan
 from vlmcourse.presets import VLMShape
 
 
@@ -109,6 +110,14 @@ def split_evenly(shape: VLMShape, num_stages: int) -> StageSplit:
     # Block b of all blocks is layer b + 1 in the vision tower and b + 2 behind the fusion; a cut exactly between the
     # towers leaves the fusion behind it.
     return _split_at(shape, [cut + 1 if cut <= num_vision else cut + 2 for cut in cuts])
+
+
+def find_split(plan: Plan, model: VLMShape) -> StageSplit:
+    """Return what stands on the stages of a plan: the split that the trainer uses where nothing else is asked for.
+
+    A plan of more stages than blocks, which `check_plan` refuses, is taken as one of a stage a block.
+    """
+    return split_evenly(model, min(plan.pp, model.vision.num_layers + model.language.num_layers))
 
 
 def vision_apart(shape: VLMShape, num_stages: int, num_vision_stages: int = 1) -> StageSplit:

@@ -137,8 +137,9 @@ def _division_problems(plan: Plan, model: VLMShape) -> list[Problem]:
     """Check that tensor and pipeline degrees divide what they split."""
     indivisible = find_indivisible(model, plan.tp, plan.vision_tp)
     found = [Problem(code=code, message=f"{message}: {advice}") for code, message, advice in indivisible]
-    if model.language.num_layers % plan.pp:
-        message = f"pp={plan.pp} does not divide {model.language.num_layers} language layers: choose a pp that does"
+    num_blocks = model.vision.num_layers + model.language.num_layers
+    if plan.pp > num_blocks:
+        message = f"pp={plan.pp} stages for {num_blocks} blocks: each stage needs at least one, so choose a smaller pp"
         found.append(Problem(code="layers", message=message))
     if plan.vision_tp not in (1, plan.tp):
         message = f"vision_tp={plan.vision_tp} with tp={plan.tp}: must be 1 or equal to tp"

@@ -28,6 +28,7 @@ from vlmcourse.parallel.timeline import Action
 from vlmcourse.planner import StateBytes, estimate_state_bytes
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.plots.holdings import find_box
+from vlmcourse.plots.pipeline import KINDS, STAGE_COLOURS
 from vlmcourse.presets import get_model
 
 MB, GB = 10**6, 10**9
@@ -131,7 +132,7 @@ def adaptation_figure() -> Figure:
     )
     times = LayerTimes((0.1,) * 5, (0.2,) * 5, 4)
     step_s = {(1, 4): 2.4, (2, 3): 1.9, (3, 2): 1.8, (4, 1): 2.5}
-    return plots.plot_adaptation(times, {"start": start, "chosen": chosen}, step_s)
+    return plots.plot_adaptation(times, {"start": start, "chosen": chosen}, step_s, num_microbatches=2)
 
 
 def links_figure() -> Figure:
@@ -327,6 +328,32 @@ def test_a_schedule_shows_each_action_when_it_ran_and_how_long_ranks_wait() -> N
     assert "wait 50 %" in axes.get_title(loc="left")
 
 
+def test_actions_have_colours_of_their_own_that_differ_in_grey() -> None:
+    shown = {kind: (colour, hatch) for kind, (_, colour, hatch) in KINDS.items()}
+    assert not {colour.lower() for colour, _ in shown.values()} & {colour.lower() for colour in plots.COLOURS.values()}
+    plain = [kind for kind in shown if not shown[kind][1]]
+    assert len({hatch for _, hatch in shown.values()}) == len(shown) - len(plain) + 1, "hatched ones differ by hatch"
+    greys = [np.dot(to_rgb(shown[kind][0]), (0.2126, 0.7152, 0.0722)) for kind in shown]
+    assert min(abs(a - b) for a, b in itertools.combinations(greys, 2)) > 0.1
+
+
+def test_marked_microbatches_have_a_triangle_under_each_of_their_actions() -> None:
+    ranks = [[*actions, actions[-1]._replace(microbatch=1)] for actions in timeline()]
+    plain, with_marks = plots.plot_schedules({"1f1b": ranks}), plots.plot_schedules({"1f1b": ranks}, {"1f1b": {1}})
+    marks = [[line for line in figure.axes[0].lines if line.get_marker() == "^"] for figure in (plain, with_marks)]
+    assert [len(lines) for lines in marks] == [0, 2]
+    assert [float(np.asarray(line.get_xdata())[0]) for line in marks[1]] == pytest.approx([350, 250])
+    assert "text only" in {text.get_text() for text in with_marks.legends[0].get_texts()}
+    assert "text only" not in {text.get_text() for text in plain.legends[0].get_texts()}
+
+
+@pytest.mark.parametrize("figure", [holdings_figure, lambda: plots.plot_holdings({"FSDP": fsdp_holdings()})])
+def test_cards_end_past_the_frame_of_their_data_and_name_the_share_of_the_weights(figure: Any) -> None:
+    for axes in figure().axes:
+        assert max(bar.get_x() + bar.get_width() for bar in bars(axes)) < axes.get_xlim()[1]
+        assert axes.get_title(loc="left").endswith(": 50.0 % of the weights")
+
+
 def test_causal_work_names_the_share_of_every_rank() -> None:
     contiguous, zigzag = ([text.get_text() for text in axes.texts] for axes in causal_figure().axes)
     assert contiguous == ["rank 0: 26.5 %", "rank 1: 73.5 %"]
@@ -340,15 +367,19 @@ def test_strategies_are_compared_with_the_reference_on_as_many_ranks() -> None:
     assert [text.get_text().strip() for text in time.texts] == ["1.0", "2.0", "1.0", "1.5"]
 
 
-def test_layers_are_as_wide_as_their_time_and_splits_are_sorted_by_theirs() -> None:
+def test_layers_are_as_wide_as_their_time_and_every_split_stands_over_its_layers() -> None:
     layers, steps = adaptation_figure().axes
     assert [round(bar.get_width()) for bar in bars(layers)] == [300] * 10
-    first, second = (plots.COLOURS[name].lower() for name in ("weights", "gradients"))
+    first, second = (colour.lower() for colour in STAGE_COLOURS[:2])
     colours = [to_hex(bar.get_facecolor()) for bar in bars(layers)]
     assert colours == [first, *[second] * 4, *[first] * 3, *[second] * 2]
     assert {"slowest stage: 1200.0 ms", "slowest stage: 900.0 ms"} <= {text.get_text() for text in layers.texts}
-    assert [label.get_text() for label in steps.get_yticklabels()] == ["3+2", "2+3", "1+4", "4+1"]
-    assert [round(bar.get_width()) for bar in bars(steps)] == [1800, 1900, 2400, 2500]
+    measured, computed = steps.lines[:2]
+    assert np.asarray(measured.get_xdata()).tolist() == [1, 2, 3, 4]
+    assert heights_of(measured) == pytest.approx([2400, 1900, 1800, 2500])
+    assert heights_of(computed) == pytest.approx([2700, 2400, 2400, 2700])  # two micro-batches x slowest + the other
+    named = {text.get_text(): (text.xy[0], text.xy[1]) for text in steps.texts}
+    assert named == {"start": (1, pytest.approx(2400)), "chosen": (3, pytest.approx(1800))}
 
 
 def test_a_fitted_line_runs_through_points_that_lie_on_one() -> None:

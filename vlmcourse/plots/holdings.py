@@ -29,14 +29,15 @@ def plot_holdings(strategies: Mapping[str, Sequence[RankHoldings]]) -> Figure:
         strategies: by name, what each of its ranks reported; samples of one tile each.
 
     Returns:
-        A figure as high as it needs to be.
+        A figure as high as it needs to be; each card's title has the rank's share of the weights.
     """
     cards = [(name, ranks, holder) for name, ranks in strategies.items() for holder in ranks]
     num_rows = -(-len(cards) // 2)
     figure, panels = new_figure(0.7 + 1.32 * num_rows, num_rows, 2, squeeze=False, sharex=True, sharey=True)
     for axes, (name, ranks, holder) in zip(panels.flat, cards, strict=False):
         _draw_card(axes, ranks, holder)
-        axes.set_title(f"{name}, rank {holder.rank}", fontsize=10, loc="left")
+        share = f"{100 * holder.weights_fraction:.1f} % of the weights"
+        axes.set_title(f"{name}, rank {holder.rank}: {share}", fontsize=10, loc="left")
     for axes in panels.flat[len(cards) :]:
         axes.set_axis_off()
     for axes in panels[-1]:
@@ -64,7 +65,7 @@ def _draw_card(axes: Axes, ranks: Sequence[RankHoldings], holder: RankHoldings) 
             corner = (column + 0.06 + 0.88 * left, row + 0.08 + 0.84 * top)
             axes.add_patch(Rectangle(corner, 0.88 * width, 0.84 * height, **style))
     _draw_data(axes, ranks, holder, left=len(layers) + 0.5)
-    axes.set(xlim=(0, len(layers) + 0.5 + DATA_WIDTH), ylim=(len(ROWS), 0))
+    axes.set(xlim=(0, len(layers) + 0.6 + DATA_WIDTH), ylim=(len(ROWS), 0))  # past the frame of the data
     axes.set_xticks(
         [column + 0.5 for column in range(len(layers))], [abbreviate(layer) for layer in layers], fontsize=8
     )

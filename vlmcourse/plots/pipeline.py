@@ -70,7 +70,8 @@ def plot_schedules(
     handles.append(Patch(facecolor=COLOURS["idle"], alpha=0.45, label="waiting"))
     if marked:
         handles.append(Line2D([], [], marker="^", color="black", ls="", ms=4, label=mark))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    columns = len(handles) if len(handles) < 5 else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return figure
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from vlmcourse.parallel.counting import CollectiveCounter, ring_bytes
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 WIDTH, NUM_BLOCKS = 6, 3
+MECHANISMS = ("s10_by_hand", "s10_backward", "s10_library", "s12_by_hand")
+"""Cells of chapter 1b that compare a mechanism by hand with one process, in their order."""
 
 
 class Stack(nn.Module):
@@ -34,6 +38,23 @@ class Stack(nn.Module):
         return x.sum() + self.row.sum()
 
 
+def run_mechanisms(rank: int, world_size: int) -> dict[str, str]:
+    """Run cells of chapter 1b as the notebook does, on this rank, and return what each prints."""
+    path = Path(__file__).parents[1] / "solutions/ch01b_model_parallelism/ch01b_model_parallelism.ipynb"
+    cells = {cell["id"]: cell["source"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+    printed: dict[str, str] = {}
+    handed_on: dict[str, object] = {"my_collectives": 2}
+    for name in MECHANISMS:
+        magic, *lines = cells[name]
+        assert magic.startswith("%%torchrun -n 2"), magic
+        names = {"rank": rank, "world_size": world_size, "device": torch.device("cpu"), **handed_on}
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec("".join(lines), names)
+        printed[name] = out.getvalue()
+        handed_on |= {"by_hand": names["by_hand"]} if "by_hand" in names else {}
+    return printed
+
+
 def main(folder: Path) -> None:
     """Write what this rank saw to `found<rank>.json`."""
     ranks = init_ranks(timeout_s=60)
@@ -41,6 +62,7 @@ def main(folder: Path) -> None:
     found: dict[str, object] = {
         "exchange": by_hand.exchange(mine).tolist(),
         "every": by_hand.from_every_rank(ranks.rank),
+        "mechanisms": run_mechanisms(ranks.rank, ranks.world_size),
     }
     for strategy in ("ddp", "fsdp"):
         model = apply_strategy(Stack(), ParallelConfig(strategy=strategy), ranks)

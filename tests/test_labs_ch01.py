@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.labs import ch01
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.fsdp import apply_fsdp
+from vlmcourse.parallel.ulysses import count_sent_kv_heads
 from vlmcourse.planner import Plan, check_plan, count_params
 from vlmcourse.planner.context_traffic import estimate_attention_traffic
 from vlmcourse.planner.degrees import resolve_auto
+from vlmcourse.planner.schedules import ideal_bubble_fraction
 from vlmcourse.planner.shapes import count_embedding_params, count_language_layer_params
 from vlmcourse.presets import get_cluster, get_model
 
@@ -121,6 +126,50 @@ def test_gathered_weights_come_and_go_with_each_block(found: list[dict[str, Any]
     assert found[0]["events after"] == 0, "the hooks stay only inside `with`"
 
 
+def test_the_mechanisms_by_hand_agree_with_one_process_and_the_library(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        printed = of_rank["mechanisms"]
+        assert "collectives forward: 1, predicted 2" in printed["s10_by_hand"]
+        assert "stored 32 of 64 numbers" in printed["s10_by_hand"]
+        assert printed["s10_backward"].endswith("[3.0, 3.0]\n"), "the part was used once by rank 0 and twice by rank 1"
+        assert "[(4, 4), (4, 4)]" in printed["s10_library"]
+        gaps = {name: [float(gap) for gap in re.findall(r"off by (\S+\d)", text)] for name, text in printed.items()}
+        assert {name: len(of_cell) for name, of_cell in gaps.items()} == {
+            "s10_by_hand": 2,
+            "s10_backward": 0,
+            "s10_library": 1,
+            "s12_by_hand": 1,
+        }
+        assert max(gap for of_cell in gaps.values() for gap in of_cell) < 1e-4
+
+
+def cell_source(notebook: str, cell_id: str) -> str:
+    path = Path(__file__).parents[1] / "solutions" / notebook / f"{notebook}.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return next("".join(cell["source"]) for cell in cells if cell["id"] == cell_id)
+
+
+def test_two_blocks_of_keys_merge_into_attention_over_both(capsys: Any) -> None:
+    torch.manual_seed(0)
+    exec(cell_source("ch01b_model_parallelism", "s11_merge"), {"torch": torch})
+    (gap,) = re.findall(r"off by (\S+\d)", capsys.readouterr().out)
+    assert float(gap) < 1e-5
+
+
+def test_the_chapter_shows_the_lines_of_fully_shard_and_little_else(capsys: Any) -> None:
+    exec(cell_source("ch01_parallelism", "s6_source"), {"inspect": inspect, "apply_fsdp": apply_fsdp})
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) <= 6 and sum("fully_shard(" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bubble"),
+    [("gpipe", 3 / 15), ("1f1b", 3 / 15), ("interleaved", 3 / 27), ("zbv", 0), ("dualpipev", 3 / 75)],
+)
+def test_the_text_has_the_formulas_of_the_bubbles(schedule: str, bubble: float) -> None:
+    assert ideal_bubble_fraction(schedule, 4, 12) == pytest.approx(bubble)
+
+
 def test_an_event_that_is_not_there_is_an_error() -> None:
     assert ch01.first_event([("forward a", 1), ("backward a", 2)], "backward") == 1
     with pytest.raises(ValueError, match="none of 0 events begins with 'x'"):
@@ -152,7 +201,9 @@ def test_the_text_is_right_about_plans_for_the_26b_model() -> None:
     assert round((of_rule.memory.device_total - alone.memory.device_total) / 1e9) == 9
     assert round(16 * count_params(shape).vision / 1e9) == 89
     assert check_plan(Plan(tp=8), shape, cluster).codes == ("memory",)
-    assert check_plan(Plan(dp_shard=2, zero_stage=3, pp=4), shape, cluster).codes == ("memory",)
+    pipeline = check_plan(Plan(dp_shard=2, zero_stage=3, pp=4), shape, cluster)
+    assert pipeline.codes == ("memory",)
+    assert round(alone.memory.state / 1e9) == 51 and pipeline.memory.state > 1.3 * alone.memory.state
     for plan in (Plan(dp_shard=1000, zero_stage=3), Plan(dp_shard=64, zero_stage=3, tp=4, pp=4)):
         assert check_plan(plan, shape, cluster).memory.state < 2e9
     assert Plan(tp=2, dp_shard=4, zero_stage=2).global_batch_size(16) == 64
@@ -167,3 +218,6 @@ def test_the_text_is_right_about_context_parallel_traffic() -> None:
     }
     assert sent["ring"] == [2 * size for size in sent["allgather"]]
     assert [u < a for u, a in zip(sent["ulysses"], sent["allgather"], strict=True)] == [False, False, True, True]
+    # 2,048 tokens a rank; queries and results of 48 heads, keys and values of 8, each of them twice; forward, backward
+    assert sent["ulysses"][-1] == 2 * 2048 * (2 * 48 + 2 * 2 * 8) * 128 * 2 * 15 / 16
+    assert count_sent_kv_heads(8, 16) == 16

@@ -337,6 +337,13 @@ def test_actions_have_colours_of_their_own_that_differ_in_grey() -> None:
     assert min(abs(a - b) for a, b in itertools.combinations(greys, 2)) > 0.1
 
 
+def test_a_white_edge_does_not_hide_a_narrow_action() -> None:
+    first, second = timeline()
+    short = first[0]._replace(end_s=0.001)
+    axes = plots.plot_schedules({"1f1b": [[short, *first[1:]], second]}).axes[0]
+    assert [bar.get_linewidth() > 0 for bar in bars(axes)[2:]] == [False, True, True, True]
+
+
 def test_marked_microbatches_have_a_triangle_under_each_of_their_actions() -> None:
     ranks = [[*actions, actions[-1]._replace(microbatch=1)] for actions in timeline()]
     plain, with_marks = plots.plot_schedules({"1f1b": ranks}), plots.plot_schedules({"1f1b": ranks}, {"1f1b": {1}})

@@ -86,7 +86,8 @@ def _draw_schedule(axes: Axes, ranks: Sequence[Sequence[Action]], longest_ms: fl
             left, width = 1e3 * (action.start_s - start_s), 1e3 * (action.end_s - action.start_s)
             is_pale = several and action.stage < middle
             _, colour, hatch = KINDS[action.kind]
-            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": 0.8, "alpha": 0.55 if is_pale else 1}
+            edge = 0.8 if width > 0.008 * longest_ms else 0  # around a narrower bar it would hide it
+            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": edge, "alpha": 0.55 if is_pale else 1}
             axes.barh(row, width, left=left, height=0.8, **style)
             if width > 0.016 * longest_ms:
                 ink = "white" if action.kind in DARK else "black"

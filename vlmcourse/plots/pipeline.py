@@ -159,6 +159,7 @@ def _draw_steps(
             at = split.layers_per_stage[0], 1e3 * step_s[split.layers_per_stage]
             axes.plot(*at, "o", ms=11, mfc="none", mec=COLOURS["loss"])
             axes.annotate(name, at, xytext=(0, 10), textcoords="offset points", ha="center", fontsize=9)
-    axes.set(xlabel="layers on stage 0", ylabel="a step (ms)", ylim=(0, 1.3 * max(measured_ms)), xticks=first)
+    axes.set(xlabel="layers on stage 0", ylabel="a step (ms)", ylim=(0, 1.5 * max(measured_ms + computed_ms)))
+    axes.set_xticks(first)
     axes.set_title("every split", fontsize=10)
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.legend(loc="upper right", frameon=False, fontsize=9)

@@ -42,11 +42,12 @@ class PairCase:
     def most_numbers(self) -> int:
         """How many numbers a rank may hand to collectives in one direction: the input's size on every rank.
 
-        What an input is padded with, to be shared out by its rows or by its numbers, comes on top.
+        Where an input has to be padded to be shared out by its rows, a reduce-scatter of all of it and an all-gather of
+        a rank's share may take more than that.
         """
         rows = self.lead[0]
         padded = (-(-rows // self.world_size) * self.world_size) * self.num_inputs // rows
-        return max(self.world_size * self.num_inputs, 2 * padded)
+        return max(self.world_size * self.num_inputs, padded + padded // self.world_size)
 
     def __str__(self) -> str:
         shape = ", ".join(map(str, (*self.lead, self.width)))

@@ -168,20 +168,20 @@ def test_cases_hold_what_the_exercise_promises():
         assert any(case.num_stages == 1 for case in small)
         assert any(case.num_stages == len(case.costs) for case in small)
         assert any(max(case.costs) == case.best() and case.num_stages >= 4 for case in small)  # stages of no use
-    for case in make_placements("deep", 902817, 12):
+    for case in make_placements("deep", *CASES["hidden"]["deep"]):
         assert len(case.costs) >= 48 and 8 <= case.num_stages <= 12
     for group in GROUPS:
-        for case in make_placements(group, 3, 20):
+        for case in make_placements(group, 3, 6):
             assert 1 <= case.num_stages <= len(case.costs) and min(case.costs) > 0
 
 
 def test_in_most_cases_equal_counts_are_not_the_best():
     for group in ("vlm", "deep"):
-        cases = make_placements(group, seed=9, num_cases=20)
+        cases = make_placements(group, seed=9, num_cases=8)
         each = [[len(case.costs) // case.num_stages] * case.num_stages for case in cases]
         for case, counts in zip(cases, each, strict=True):
             counts[0] += len(case.costs) - sum(counts)
-        assert sum(credit(case, counts) < 1 for case, counts in zip(cases, each, strict=True)) >= 18
+        assert sum(credit(case, counts) < 1 for case, counts in zip(cases, each, strict=True)) >= 7
 
 
 def test_visible_cases_do_not_give_the_hidden_ones_away(capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,12 @@ def value(objective: str, stages: Sequence[float]) -> float:
 def least(objective: str, costs: Sequence[float], num_stages: int, low: float = 0.0, high: float = math.inf) -> float:
     """Return the least value of an objective over placements whose stages cost from `low` to `high`; inf if none do."""
     if objective == SPREAD:
-        return _least_spread(costs, num_stages)
+        return _least_spread(tuple(costs), num_stages)
+    return _least(objective, tuple(costs), num_stages, low, high)
+
+
+@lru_cache(4096)  # feedback asks for the same cases again and again
+def _least(objective: str, costs: tuple[float, ...], num_stages: int, low: float, high: float) -> float:
     stages, is_stage = _all_stages(costs)
     of_stage, join = _VALUES[objective]
     allowed = is_stage & (stages >= low * (1 - EXACT)) & (stages <= high * (1 + EXACT))
@@ -55,7 +61,7 @@ def misleads(objective: str, costs: Sequence[float], num_stages: int) -> bool:
     if objective == SPREAD:
         # Among the placements with the fastest slowest stage, the least spread has the slowest fastest one.
         spread = best + least(FASTEST, costs, num_stages, high=best)
-        return _least_spread(costs, num_stages) < spread - EXACT * best
+        return least(SPREAD, costs, num_stages) < spread - EXACT * best
     overall, among_best = (least(objective, costs, num_stages, high=high) for high in (math.inf, best))
     return overall < among_best - EXACT * max(abs(among_best), best)
 
@@ -66,14 +72,16 @@ def is_best(objective: str, costs: Sequence[float], stages: Sequence[float]) -> 
     return got <= wanted + EXACT * max(abs(wanted), 1.0)
 
 
-def _all_stages(costs: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(64)
+def _all_stages(costs: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the cost of the layers from a first (row) to before an end (column), and where that is a stage."""
     total = np.concatenate([[0.0], np.cumsum(costs)])
     stages = total[None, :] - total[:, None]
     return stages, np.triu(np.ones_like(stages, dtype=bool), 1)
 
 
-def _least_spread(costs: Sequence[float], num_stages: int) -> float:
+@lru_cache(1024)
+def _least_spread(costs: tuple[float, ...], num_stages: int) -> float:
     """Return the least difference of slowest and fastest stage, by trying what the fastest may cost."""
     stages, is_stage = _all_stages(costs)
     slowest, mean = least(SLOWEST, costs, num_stages), stages[0, -1] / num_stages

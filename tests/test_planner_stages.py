@@ -113,7 +113,11 @@ def test_every_stage_is_on_one_rank_and_v_shaped_schedules_turn_on_the_last() ->
     [
         ("gpipes", {}, "'gpipes' is unknown: choose one of gpipe, 1f1b"),
         ("gpipe", {"pp": 1}, "at least 2 ranks"),
-        ("1f1b", {"num_microbatches": 3}, "a step of 3 micro-batches with pp=4, and 1f1b needs at least 4: raise train.acc"),
+        (
+            "1f1b",
+            {"num_microbatches": 3},
+            "3 micro-batches with pp=4, and 1f1b needs at least 4: raise train.accum",
+        ),
         ("dualpipev", {"num_microbatches": 7}, "dualpipev needs at least 8"),
         ("interleaved", {"num_microbatches": 9}, "multiple of 4"),
         ("gpipe", {"num_microbatches": 0}, "needs at least 1"),

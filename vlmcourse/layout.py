@@ -162,7 +162,6 @@ class ParallelConfig:
             )
         return found + self._unread()
 
-
     def _unread(self) -> list[str]:
         """Return which values nothing would read, one sentence each."""
         found = []
@@ -242,6 +241,19 @@ class Layout:
     def __str__(self) -> str:
         used = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
         return " x ".join(used) or "one rank"
+
+
+def check_chosen(config: ParallelConfig) -> None:
+    """Refuse a strategy that is not chosen yet.
+
+    Raises:
+        ValueError: if it is auto; the message says what chooses.
+    """
+    if config.strategy == "auto":
+        raise ValueError(
+            "parallel.strategy = 'auto' is not chosen yet: planner.degrees.settle(config, world_size, shape, "
+            "accumulation_steps) chooses, as a Trainer does; pass on what it returns, or name a strategy"
+        )
 
 
 def find_layout(config: ParallelConfig, world_size: int) -> Layout:

@@ -204,9 +204,7 @@ def _choose(
     return wanted, reason
 
 
-def _find_obstacle(
-    wanted: ParallelConfig, world_size: int, shape: VLMShape, accumulation_steps: int | None
-) -> str:
+def _find_obstacle(wanted: ParallelConfig, world_size: int, shape: VLMShape, accumulation_steps: int | None) -> str:
     """Return the first thing that keeps a choice from running, without advice; empty where nothing does."""
     model_ranks = wanted.tp * wanted.cp * wanted.pp
     if world_size % model_ranks:

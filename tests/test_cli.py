@@ -161,6 +161,22 @@ def test_a_model_in_a_folder_is_looked_at_before_any_rank_starts(
     assert cli.main(argv) == 2 and "config.json is not JSON" in capsys.readouterr().err
 
 
+def test_a_verbose_start_says_which_rank_will_hold_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start_ranks", lambda args, config: 0)
+    argv = [*arguments(tmp_path, parallel__strategy="auto"), "--nproc", "2"]
+    assert cli.main(argv) == 0 and capsys.readouterr().out == ""
+    assert cli.main([*argv, "-v"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["rank", "dp_replicate", "samples", "layers", "weights"],
+        ["0", "0", "part", "0", "of", "2", "all", "whole"],
+        ["1", "1", "part", "1", "of", "2", "all", "whole"],
+    ]
+
+
 @pytest.mark.parametrize("ranks", [["--nproc", "2"], ["--set", "parallel.strategy=single"]])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_starts(
     ranks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

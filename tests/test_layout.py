@@ -118,6 +118,20 @@ def test_every_rank_has_a_position_of_its_own_and_groups_are_its_lines(layout: L
     assert {layout.dp_rank(rank) for rank in ranks} == set(range(layout.dp_degree))
 
 
+def test_a_layout_prints_itself_as_ranks_coordinates_and_samples() -> None:
+    assert Layout(pp=2, dp_shard=2).table() == (
+        "rank  pp  dp_shard  samples\n"
+        "0     0   0         part 0 of 2\n"
+        "1     0   1         part 1 of 2\n"
+        "2     1   0         part 0 of 2\n"
+        "3     1   1         part 1 of 2"
+    )
+    assert Layout(tp=2).table() == "rank  tp  samples\n0     0   all\n1     1   all"
+    assert Layout().table() == "rank  samples\n0     all"
+    long = Layout(dp_replicate=1000).table().splitlines()
+    assert len(long) == 34 and long[-1] == "... and 968 ranks more"
+
+
 def test_a_rank_outside_the_grid_is_refused() -> None:
     for rank in (-1, 2):
         with pytest.raises(ValueError, match="from 0 to 1"):

@@ -232,6 +232,27 @@ class Layout:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        """The axes with more than one rank, outermost first."""
+        return tuple(axis for axis, size in zip(AXES, self.sizes, strict=True) if size > 1)
+
+    def describe_samples(self, rank: int) -> str:
+        """Say which part of the samples of a step a rank works on; ranks with the same part share its work."""
+        return "all" if self.dp_degree == 1 else f"part {self.dp_rank(rank)} of {self.dp_degree}"
+
+    def table(self, max_ranks: int = 32) -> str:
+        """Return a line for each rank, up to `max_ranks`: its coordinates on the axes in use, and its samples.
+
+        `planner.grid.share_table` knows a model too, and adds layers and weights.
+        """
+        rows = [["rank", *self.used_axes, "samples"]]
+        for rank in range(min(self.world_size, max_ranks)):
+            at = self.coordinates(rank)
+            rows.append([str(rank), *(str(at[axis]) for axis in self.used_axes), self.describe_samples(rank)])
+        more = f"\n... and {self.world_size - max_ranks:,} ranks more" if self.world_size > max_ranks else ""
+        return align(rows) + more
+
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on one axis only, itself among them, in the order of that axis."""
         at = self.coordinates(rank)
@@ -239,8 +260,14 @@ class Layout:
         return tuple(other for other in range(self.world_size) if at.items() <= self.coordinates(other).items())
 
     def __str__(self) -> str:
-        used = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return " x ".join(used) or "one rank"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.used_axes) or "one rank"
+
+
+def align(rows: list[list[str]]) -> str:
+    """Return rows of words with their columns under each other; the first row is a header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def check_chosen(config: ParallelConfig) -> None:

@@ -26,6 +26,7 @@ from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
 from vlmcourse.planner.degrees import settle
+from vlmcourse.planner.grid import share_table
 from vlmcourse.planner.hf_config import read_hf_shape
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.train.folder import (
@@ -90,12 +91,12 @@ def run(args: argparse.Namespace) -> int:
                 "--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun"
             )
         if os.environ["RANK"] == "0" and CHECKED not in os.environ:  # by torchrun: one rank says it
-            _check_start(args, config)
+            _check_start(args, config, int(os.environ.get("WORLD_SIZE", "1")))
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
     check_degrees(config, args.nproc or 1)
-    _check_start(args, config)
+    _check_start(args, config, args.nproc or 1)
     known = _read_pointer(config)
     try:
         return _train_here(args, config) if args.nproc is None else _start_ranks(args, config)
@@ -150,8 +151,11 @@ def _order_gpus(config: TrainConfig) -> None:
         print(explanation, flush=True)
 
 
-def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Refuse what would stop every rank, and say what becomes of an earlier run; see each check for what it raises."""
+def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int) -> None:
+    """Refuse what would stop every rank, and say what becomes of an earlier run; see each check for what it raises.
+
+    With --verbose, also say which rank will hold what.
+    """
     check_files(config)
     check_run_folder(config, is_resumed=args.resume is not None)
     folder = run_folder(config)
@@ -160,6 +164,9 @@ def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
         check_steps_left(config, meta["step"])
     elif kept_as := aside(folder):
         print(f"the earlier run in {folder} will be kept as {kept_as}", flush=True)
+    shape = find_shape(config)
+    if args.verbose and shape is not None:
+        print(share_table(check_degrees(config, world_size), world_size, shape), flush=True)
 
 
 def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:

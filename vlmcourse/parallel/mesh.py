@@ -1,7 +1,8 @@
 """The grid of ranks, live: which axis a rank shares with whom, on process groups that PyTorch has made.
 
-Enters: a `Layout`, plain numbers. Leaves: a `Place`, this process's position in it with the groups to talk over, and a
-table of who holds what. Everything that splits a model or a batch is handed a `Place` or one axis of its mesh.
+Enters: a `Layout`, plain numbers. Leaves: a `Place`, this process's position in it with the groups to talk over.
+Everything that splits a model or a batch is handed a `Place` or one axis of its mesh. Tables of who holds what need no
+process: `Layout.table` and, with a model, `planner.grid.share_table`.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def spell_out(layers: str) -> list[str]:
         first, _, last = numbers.partition("-")
         is_block = first.isdecimal()
         found += [f"{tower} {i}" for i in range(int(first), int(last or first) + 1)] if is_block else [words]
-    return [names.get(name, name) for name in found]
+    return [names.get(name) or name for name in found]
 
 
 def test_shards_of_parts_are_quarters(tmp_path_factory: pytest.TempPathFactory) -> None:

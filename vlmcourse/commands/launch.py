@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, choices=TARGETS, help="what starts the ranks")
     parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or as many as --hosts names)")
     parser.add_argument("--nproc-per-node", type=int, default=DEFAULT_RANKS, metavar="M", help="ranks on each (8)")
-    parser.add_argument("--cpu", action="store_true", help="ask for no GPUs: ranks run on CPU cores with gloo")
+    parser.add_argument(
+        "--cpu", action="store_true", help="ask for no GPUs and hide them: ranks run on CPU cores with gloo"
+    )
     parser.add_argument("--cpus-per-node", type=int, default=0, metavar="C", help="cores on each (slurm, k8s)")
     parser.add_argument("--name", help="of the job (default: run.name of the file)")
     parser.add_argument("--port", type=int, help=f"where machines meet (slurm: by job; torchrun: {DEFAULT_PORT})")

@@ -165,7 +165,7 @@ def slurm_script(job: TorchrunJob, request: SlurmRequest) -> str:
 
 set -eo pipefail
 {setup}hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-first_host=${{hosts%%$'\n'*}}
+first_host=${{hosts%%$'\\n'*}}
 port={port}
 srun {cores}{hidden}torchrun --nnodes {nodes} --nproc-per-node {job.nproc}{restarts} \\
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_host:$port" \\

@@ -14,8 +14,9 @@ from parity import AwkwardTrainer, awkward_samples
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.data.digits import DigitsDataset
+from vlmcourse.layout import ParallelConfig
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.apply import apply_strategy
+from vlmcourse.parallel.apply import apply_strategy, check_strategy
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -66,6 +67,20 @@ def collect_refusals(ranks: Ranks) -> dict[str, str]:
         apply_strategy(torch.nn.Linear(4, 4), config, ranks, find_place(config, ranks, shape))
     except ValueError as error:
         found["another model"] = str(error)
+    auto = ParallelConfig(strategy="auto")
+    place = find_place(ParallelConfig(strategy="ddp"), ranks)
+    for name, attempt in {
+        "unresolved": lambda: apply_strategy(build_model(shape, seed=0), auto, ranks),
+        "unresolved, in a place": lambda: apply_strategy(build_model(shape, seed=0), auto, ranks, place),
+        "unresolved, checked": lambda: check_strategy(build_model(shape, seed=0), auto, ranks, place),
+        "unresolved place": lambda: find_place(auto, ranks),
+        "another model in a pipeline": lambda: apply_strategy(torch.nn.Linear(4, 4), ParallelConfig(pp=4), ranks),
+    }.items():
+        try:
+            attempt()
+            found[name] = "accepted"
+        except ValueError as error:
+            found[name] = str(error)
     pipeline = config_of(Combination(4, {"pp": 4}, 4)).parallel
     try:
         apply_strategy(build_model(shape, seed=0), pipeline, ranks)

@@ -82,6 +82,11 @@ def test_what_cannot_be_is_refused_by_every_rank_with_the_reason(found: list[dic
             "odd heads": "vision_tp=2 does not divide 3 vision heads: set vision_tp=1, or vision_heads to 'mlp_only'",
             "too many stages": "each needs at least one block; lower pp",
             "another model": "this is a Linear: use ddp or fsdp",
+            "another model in a pipeline": "this is a Linear: use ddp or fsdp",
+            "unresolved": "'auto' is not chosen yet: planner.degrees.settle(",
+            "unresolved, in a place": "'auto' is not chosen yet",
+            "unresolved, checked": "'auto' is not chosen yet",
+            "unresolved place": "'auto' is not chosen yet",
             "no loss": "the last stage of a pipeline needs loss_sum",
         }.items():
             assert words in said[name], name

@@ -21,7 +21,7 @@ from vlmcourse.planner.stages import StageSplit, split_evenly
 ROUNDING = 1e-9
 """Of sums in another order; where the search tries every split there is no other difference."""
 GREEDY = 0.02
-"""By which share a search from neighbor to neighbor may miss the best: no proof exists, this is what was seen, doubled."""
+"""By which share a search from neighbor to neighbor may miss the best, of which there is no proof."""
 
 
 def splits_of(split: StageSplit) -> Iterator[StageSplit]:

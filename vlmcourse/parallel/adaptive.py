@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from vlmcourse.parallel.best_split import find_best_split, step_s
 from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes
 from vlmcourse.parallel.moving import Moved, find_move_problem, move_layers
+from vlmcourse.parallel.parcels import share_groups
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.planner.schedules import SCHEDULES
@@ -81,7 +82,8 @@ class AdaptivePipelineScheduler:
 
         Args:
             pipeline: changed in place when layers move.
-            optimizer: this rank's; changed in place too.
+            optimizer: this rank's; changed in place too, first of all by `share_groups`: make an LR scheduler after
+                this one.
             warmup_steps: steps before the measured ones; the first of a run also allocates.
             measure_steps: steps to measure.
             min_gain: by which share of its time a step must become shorter for layers to move, 0 to 1.
@@ -91,7 +93,7 @@ class AdaptivePipelineScheduler:
 
         Raises:
             ValueError: on all ranks, if a number is out of range or what stands on the stages cannot be moved.
-        Communicates: one all-gather of objects over `everyone`.
+        Communicates: two all-gathers of objects over `everyone`.
         """
         for name, value, least in (
             ("warmup_steps", warmup_steps, 0),
@@ -122,6 +124,7 @@ class AdaptivePipelineScheduler:
         refused = [said for said in found if said is not None]
         if refused:
             raise ValueError(f"rank {dist.get_rank()}: the layers of this pipeline cannot be moved: {refused[0]}")
+        share_groups(self.optimizer, self.everyone)
 
     def step_done(self) -> Decision | None:
         """Note that an optimizer step has ended; measure the next one, or decide, when the time has come.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import combinations, pairwise
 
 import torch
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from vlmcourse.parallel.layer_times import LayerTimes
 from vlmcourse.parallel.timeline import makespan_s, needed_by, replay_actions
-from vlmcourse.planner.pace import pace_s, split_by_pace
+from vlmcourse.planner.pace import PRECISION, pace_s, split_by_pace
 from vlmcourse.planner.schedules import SCHEDULES
-from vlmcourse.planner.stages import StageSplit, split_at, stage_rule
+from vlmcourse.planner.stages import StageSplit, split_at, split_by_cost, stage_rule
 from vlmcourse.presets import VLMShape
 
 MAX_PLAYED = 50_000_000
 """Splits x actions of a step up to which every split is played: about a second."""
+BEAM = 8
+"""Splits whose neighbors a search looks at together."""
 CHUNK = 8192
 """Splits played at a time."""
 
@@ -53,8 +56,8 @@ def find_best_split(
 
     Exact where splits x actions are at most `MAX_PLAYED`: every split is played, of 100 layers on 2 to 4 stages for
     instance. Gpipe's is exact for any size, by dynamic programming. Otherwise the search goes from the split with the
-    best pace, and from the present one, to better neighbors as long as there are any; the bound in the result then says
-    how far from the best it can be at most.
+    best pace, that with the fastest slowest stage and the present one to better neighbors as long as there are any: no
+    proof, but a bound in the result that says how far from the best it can be at most.
 
     Args:
         shape: the model's shape.
@@ -81,21 +84,21 @@ def find_best_split(
         block_each=block_each,
         output_apart=output_apart,
     )
-    bound_s = times.num_microbatches * pace_s(schedule, by_pace, times.forward_s, times.backward_s)
-    starts = [_cuts_of(present), _cuts_of(by_pace)]
+    least_pace_s = pace_s(schedule, by_pace, times.forward_s, times.backward_s) / (1 + PRECISION)
+    by_stage = split_by_cost(shape, times.total_s, num_stages, block_each=block_each, output_apart=output_apart)
+    starts = [_cuts_of(split) for split in (present, by_pace, by_stage)]
     tries_all = math.comb(num_layers - 1, num_stages - 1) * player.num_actions <= MAX_PLAYED
     if tries_all:
         candidates = combinations(range(1, num_layers), num_stages - 1)
         cuts, step_s = player.best_of([*starts[1:], *_allowed(candidates, num_layers, may_be_stage)])
     else:
-        cuts, step_s = min(
-            (_improve(player, start, num_layers, may_be_stage) for start in starts), key=lambda found: found[1]
-        )
+        cuts, step_s = _search(player, starts, num_layers, may_be_stage)
     present_s = player.play(starts[:1]).item()
     if present_s <= step_s * (1 + 1e-9):
         cuts, step_s = starts[0], present_s
     is_exact = tries_all or schedule == "gpipe"
-    return BestSplit(split_at(shape, cuts), step_s, step_s if is_exact else min(step_s, bound_s))
+    least_s = step_s if is_exact else min(step_s, times.num_microbatches * least_pace_s)
+    return BestSplit(split_at(shape, cuts), step_s, least_s)
 
 
 Cuts = tuple[int, ...]
@@ -187,17 +190,20 @@ def _allowed(candidates: Iterable[Cuts], num_layers: int, may_be_stage: Callable
     return [cuts for cuts in candidates if all(map(allowed.__getitem__, pairwise((0, *cuts, num_layers))))]
 
 
-def _improve(
-    player: Player, cuts: Cuts, num_layers: int, may_be_stage: Callable[[int, int], bool]
+def _search(
+    player: Player, starts: Sequence[Cuts], num_layers: int, may_be_stage: Callable[[int, int], bool]
 ) -> tuple[Cuts, float]:
-    """Move one or two cuts by a few layers as long as that makes a step shorter."""
-    step_s = player.play([cuts]).item()
-    while True:
-        better = _allowed(_neighbors(cuts, num_layers), num_layers, may_be_stage)
-        found, found_s = player.best_of([cuts, *better])
-        if found_s >= step_s * (1 - 1e-9):
-            return cuts, step_s
-        cuts, step_s = found, found_s
+    """Look at the neighbors of the best ways known, until those of the `BEAM` best ones are all known."""
+    known = dict(zip(starts, player.play(starts).tolist(), strict=True))
+    seen_around: set[Cuts] = set()
+    while front := [cuts for cuts in nsmallest(BEAM, known, key=known.__getitem__) if cuts not in seen_around]:
+        seen_around.update(front)
+        near = sorted({cuts for center in front for cuts in _neighbors(center, num_layers)} - known.keys())
+        near = _allowed(near, num_layers, may_be_stage)
+        if near:
+            known.update(zip(near, player.play(near).tolist(), strict=True))
+    best = min(known, key=known.__getitem__)
+    return best, known[best]
 
 
 def _neighbors(cuts: Cuts, num_layers: int) -> list[Cuts]:

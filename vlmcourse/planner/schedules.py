@@ -162,8 +162,8 @@ def ideal_bubble_fraction(schedule: str, pp: int, num_microbatches: int) -> floa
     Raises:
         ValueError: if the schedule has no order for this number of micro-batches.
     Source: Narayanan et al. 2021, section 2.2 (gpipe, 1f1b, interleaved from pp micro-batches on); Qi et al. 2023,
-        section 6 (zbv from 2 pp - 1 micro-batches on: nothing). For fewer, and for dualpipev, counted in the orders that
-        torch runs, for dualpipev without overlap of forward and backward.
+        section 6 (zbv from 2 pp - 1 micro-batches on: nothing). For fewer, and for dualpipev, counted in the orders
+        that torch runs, for dualpipev without overlap of forward and backward.
     """
     if schedule in ("interleaved", "dualpipev"):  # of the others the numbers hold for any number
         check_schedule(schedule, pp=pp, num_microbatches=num_microbatches)

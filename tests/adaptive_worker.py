@@ -417,7 +417,7 @@ def resume(ranks: Ranks, folder: Path) -> dict[str, Any]:
     first.scheduler.move(StageSplit(num_vision_layers=2, num_language_layers=2, layers_per_stage=(2, 5)))
     path = first.save()
     second.resume(path)
-    found = {"before": before, "after": pipelined(second).pipeline.split.layers_per_stage}
+    found: dict[str, Any] = {"before": before, "after": pipelined(second).pipeline.split.layers_per_stage}
     assert second.scheduler is not None
     found["other splits"] = [second.scheduler.start_from(layers) for layers in ((), (1, 1, 5), (3, 3), (2, 5))]
     check_strategy(second.model, second.parallel, ranks, second.place)

@@ -299,8 +299,12 @@ def precisions(mesh: DeviceMesh) -> dict[str, Any]:
             for block in [*stage.vision.blocks, *stage.language.blocks]:
                 linear = next(module for module in block.modules() if isinstance(module, nn.Linear))
                 linear.register_forward_hook(partial(note_type, seen, stage.stage))
-        for precision in (contextlib.nullcontext, partial(torch.autocast, "cpu", torch.bfloat16), None):
-            pipe.forward_backward(step, *((1.0, precision) if precision else ()))
+        for precision in (
+            contextlib.nullcontext,
+            partial(torch.autocast, "cpu", torch.bfloat16),
+            contextlib.nullcontext,
+        ):
+            pipe.forward_backward(step, precision=precision)
             found.setdefault(schedule, []).append(sorted(set(seen)))
             seen.clear()
     return found

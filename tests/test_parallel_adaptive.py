@@ -189,7 +189,7 @@ def test_the_adapted_split_is_within_a_tenth_of_the_best_of_all(found: list[dict
     start, split = adapted["splits"][0], adapted["splits"][-1]
     assert start == (10, 1) and seconds[start] > 1.4 * best_s
     assert seconds[split] <= 1.1 * best_s
-    assert sum(value > 1.1 * best_s for value in seconds.values()) == 3  # cuts that leave the blocks that sleep together
+    assert sum(value > 1.1 * best_s for value in seconds.values()) == 3  # where those that sleep are together
 
 
 def test_an_lr_scheduler_goes_on_after_a_move_or_is_refused_before(found: list[dict[str, Any]]) -> None:

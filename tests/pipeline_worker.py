@@ -252,7 +252,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     small = make_batch(shape, 2, (1,), 24)
     small.pixel_values_ICHW = F.interpolate(small.pixel_values_ICHW, scale_factor=2)
     small.input_ids_BS[:] = shape.image_token_id
-    supervised = [dataclasses.replace(b, labels_BS=torch.where(b.labels_BS == 7, 8, b.labels_BS)) for b in good]
+    supervised = [dataclasses.replace(b, labels_BS=b.labels_BS.clamp(max=4)) for b in good]
     masked = [dataclasses.replace(b, attention_mask_BS=~b.attention_mask_BS) for b in good]
     assert any(not torch.equal(a.labels_BS, b.labels_BS) for a, b in zip(good, supervised, strict=True))
     steps = {

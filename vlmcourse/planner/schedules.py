@@ -162,14 +162,20 @@ def ideal_bubble_fraction(schedule: str, pp: int, num_microbatches: int) -> floa
         schedule: one of `SCHEDULES`.
         pp: ranks of the pipeline.
         num_microbatches: micro-batches of one optimizer step.
-    Source: Narayanan et al. 2021, section 2.2 (gpipe, 1f1b, interleaved); Qi et al. 2023, section 6 (zbv, from 2 pp - 1
-        micro-batches on); for dualpipev counted in the order that torch runs, without overlap of forward and backward.
+
+    Raises:
+        ValueError: if the schedule has no order for this number of micro-batches.
+    Source: Narayanan et al. 2021, section 2.2 (gpipe, 1f1b, interleaved from pp micro-batches on); Qi et al. 2023,
+        section 6 (zbv from 2 pp - 1 micro-batches on: nothing). For fewer, and for dualpipev, counted in the orders
+        that torch runs, for dualpipev without overlap of forward and backward.
     """
+    if schedule in ("interleaved", "dualpipev"):  # of the others the numbers hold for any number
+        check_schedule(schedule, pp=pp, num_microbatches=num_microbatches)
     idle, work = {
         "gpipe": (pp - 1, num_microbatches),
         "1f1b": (pp - 1, num_microbatches),
-        "interleaved": (pp - 1, 2 * num_microbatches),
-        "zbv": (0, num_microbatches),
+        "interleaved": (pp - 1 + max(0, pp - num_microbatches), 2 * num_microbatches),
+        "zbv": (max(0, 2 * pp - 1 - num_microbatches), 3 * num_microbatches),
         "dualpipev": (pp - 1, 6 * num_microbatches),
     }[schedule]
     return idle / (idle + work)

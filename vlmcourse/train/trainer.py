@@ -267,6 +267,9 @@ class Trainer:
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,
             "vlmcourse": vlmcourse.__version__,
+            "layers_per_stage": self.model.pipeline.split.layers_per_stage
+            if isinstance(self.model, PipelinedModel)
+            else (),
         }
         folder = run_folder(self.config) / "checkpoints"
         keep = self.config.train.keep_checkpoints
@@ -289,6 +292,8 @@ class Trainer:
         checkpoint = find_checkpoint(Path(path) if path is not None else run_folder(self.config))
         meta = read_meta(checkpoint)
         _check_resumable(checkpoint, meta, self.config, self.global_batch_size)
+        if self.scheduler is not None:
+            self.scheduler.start_from(meta.get("layers_per_stage", ()))
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
         self._continues = checkpoint.resolve().is_relative_to(run_folder(self.config).resolve())
         self.step = int(meta["step"])

@@ -32,6 +32,7 @@ class Combination:
     precision: str = "fp32"
     heads: int = 2
     """Of the vision tower."""
+    vocab_size: int = 256
     tied: bool = False
     starts_empty: bool = False
     """Whether rank 0 alone has weights, and the others a model on the meta device."""
@@ -81,11 +82,12 @@ COMBINATIONS: dict[str, Combination] = {
 }
 
 
-def divisible_shape(num_heads: int = 2, tied_embeddings: bool = False) -> VLMShape:
+def divisible_shape(num_heads: int = 2, tied_embeddings: bool = False, vocab_size: int = 256) -> VLMShape:
     """Return the parity test's shape with widths that 2 divides; `num_heads` is of the vision tower, 12 wide each."""
     shape = small_shape(tied_embeddings)
     vision = dataclasses.replace(shape.vision, num_heads=num_heads, hidden_size=12 * num_heads, mlp_size=32)
-    return dataclasses.replace(shape, vision=vision, language=dataclasses.replace(shape.language, mlp_size=44))
+    language = dataclasses.replace(shape.language, mlp_size=44, vocab_size=vocab_size)
+    return dataclasses.replace(shape, vision=vision, language=language)
 
 
 def config_of(combination: Combination, *, alone: bool = False) -> TrainConfig:

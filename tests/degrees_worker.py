@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vlmcourse.config import TrainConfig
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.apply import apply_strategy
+from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 
@@ -27,8 +29,21 @@ RUNS = {
     "ddp-cp": Combination(4, {"strategy": "ddp", "cp": 2}),
     "pp-fsdp": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
     "pp-tp-dualpipev-tied": Combination(4, {"pp": 2, "tp": 2, "pp_schedule": "dualpipev"}, 4, tied=True),
+    "fsdp-tp-padded": Combination(
+        4, {"strategy": "fsdp", "tp": 2, "vision_heads": "pad_heads"}, 2, heads=3, vocab_size=257
+    ),
 }
 """Each goes on from one process's checkpoint, and one process goes on from its own."""
+CROSSED = {
+    "fsdp-tp": RUNS["pp-fsdp"],
+    "fsdp-tp-padded": Combination(4, {"pp": 2, "tp": 2, "vision_heads": "pad_heads"}, 2, heads=3, vocab_size=257),
+}
+"""A run -> what goes on from its last checkpoint."""
+
+
+def model_of(combination: Combination) -> str:
+    """Name the model of a run: plain, tied or padded."""
+    return "tied" if combination.tied else "padded" if combination.heads == 3 else "plain"
 
 
 def build(combination: Combination, ranks: Ranks, folder: Path, name: str, seed: int) -> AwkwardTrainer:
@@ -39,7 +54,8 @@ def build(combination: Combination, ranks: Ranks, folder: Path, name: str, seed:
         run=dataclasses.replace(config.run, output_dir=str(folder), name=name),
         train=dataclasses.replace(config.train, num_steps=NUM_STEPS, checkpoint_every=SAVED_STEP, keep_checkpoints=3),
     )
-    model = build_model(divisible_shape(combination.heads, combination.tied), seed=seed)
+    shape = divisible_shape(combination.heads, combination.tied, combination.vocab_size)
+    model = build_model(shape, seed=seed)
     questions = DigitsDataset(5, 0, "heldout")[:5]
     return AwkwardTrainer(
         config, ranks, model=model, train_data=awkward_samples(), eval_data=questions, show_progress=False
@@ -74,19 +90,41 @@ def collect_refusals(ranks: Ranks) -> dict[str, str]:
     return found
 
 
+def refuse_checkpoints(ranks: Ranks, folder: Path) -> dict[str, str]:
+    """Go on from a checkpoint of another model, and from one that has lost a file."""
+    found, step = {}, folder / "fsdp-tp-padded" / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    other = build(RUNS["fsdp-tp"], ranks, folder, "other", seed=0)
+    try:
+        other.resume(step)
+    except ValueError as error:
+        found["checkpoint of another shape"] = str(error)
+    copy = folder / "lost" / step.name
+    if ranks.is_main:
+        shutil.copytree(step, copy, ignore=shutil.ignore_patterns("__3_*"))
+    wait_for_all(ranks)
+    same = build(RUNS["fsdp-tp-padded"], ranks, folder, "same", seed=0)
+    try:
+        same.resume(copy)
+    except RuntimeError as error:
+        found["file lost"] = str(error)
+    return found
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Any] = {"refusals": collect_refusals(ranks)}
     for name, combination in RUNS.items():
         trainer = build(combination, ranks, folder, name, seed=50 + ranks.rank)
-        trainer.resume(folder / ("tied" if combination.tied else "plain") / "checkpoints" / f"step_{SAVED_STEP:06d}")
+        trainer.resume(folder / model_of(combination) / "checkpoints" / f"step_{SAVED_STEP:06d}")
         result = trainer.fit()
         found[name] = {"losses": result.losses, "exact": [result.exact_match, result.num_questions]}
-    crossed = build(RUNS["pp-fsdp"], ranks, folder, "crossed", seed=0)
-    crossed.resume(folder / "fsdp-tp" / "checkpoints" / f"step_{NUM_STEPS:06d}")
-    found["crossed"] = crossed.train_step().loss
+    for name, combination in CROSSED.items():
+        trainer = build(combination, ranks, folder, "crossed", seed=0)
+        trainer.resume(folder / name / "checkpoints" / f"step_{NUM_STEPS:06d}")
+        found[f"crossed {name}"] = trainer.train_step().loss
+    found["refusals"] |= refuse_checkpoints(ranks, folder)
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    del trainer, crossed
+    del trainer
     shutdown_ranks()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from combinations import Combination, config_of, divisible_shape
@@ -15,11 +18,13 @@ from parity import AwkwardTrainer, awkward_samples
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.data.digits import DigitsDataset
+from vlmcourse.data.samples import Sample
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.train import evaluate
 
 NUM_STEPS = 6
 SAVED_STEP = 3
@@ -39,6 +44,11 @@ CROSSED = {
     "fsdp-tp-padded": Combination(4, {"pp": 2, "tp": 2, "vision_heads": "pad_heads"}, 2, heads=3, vocab_size=257),
 }
 """A run -> what goes on from its last checkpoint."""
+ANSWERING = {
+    "zero2-cp answers": Combination(4, {"strategy": "zero2", "cp": 2, "cp_method": "ulysses"}),
+    "pp-fsdp-cp answers": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 2),
+}
+"""What only answers, from one process's last checkpoint."""
 
 
 def model_of(combination: Combination) -> str:
@@ -60,6 +70,21 @@ def build(combination: Combination, ranks: Ranks, folder: Path, name: str, seed:
     return AwkwardTrainer(
         config, ranks, model=model, train_data=awkward_samples(), eval_data=questions, show_progress=False
     )
+
+
+@contextlib.contextmanager
+def recorded_answers() -> Iterator[dict[str, str]]:
+    """Note what the model generates: sample and turn -> answer."""
+    answers: dict[str, str] = {}
+    real = evaluate._answer
+
+    def answer(model: Any, questions: list[Sample], *others: Any) -> list[str]:
+        given = real(model, questions, *others)
+        answers.update({f"{q.sample_id}/{len(q.messages)}": text for q, text in zip(questions, given, strict=True)})
+        return given
+
+    with mock.patch.object(evaluate, "_answer", answer):
+        yield answers
 
 
 def collect_refusals(ranks: Ranks) -> dict[str, str]:
@@ -116,8 +141,16 @@ def main(folder: Path) -> None:
     for name, combination in RUNS.items():
         trainer = build(combination, ranks, folder, name, seed=50 + ranks.rank)
         trainer.resume(folder / model_of(combination) / "checkpoints" / f"step_{SAVED_STEP:06d}")
-        result = trainer.fit()
-        found[name] = {"losses": result.losses, "exact": [result.exact_match, result.num_questions]}
+        with recorded_answers() as answers:
+            result = trainer.fit()
+        found[name] = {"losses": result.losses, "exact": [result.exact_match, result.num_questions], "answers": answers}
+    for name, combination in ANSWERING.items():
+        trainer = build(combination, ranks, folder, "answering", seed=0)
+        trainer.resume(folder / "plain" / "checkpoints" / f"step_{NUM_STEPS:06d}")
+        with recorded_answers() as answers:
+            exact = trainer.evaluate()
+        trained_on = trainer.train_step().loss > 0
+        found[name] = {"exact": [exact.fraction, exact.num_questions], "answers": answers, "trains on": trained_on}
     for name, combination in CROSSED.items():
         trainer = build(combination, ranks, folder, "crossed", seed=0)
         trainer.resume(folder / name / "checkpoints" / f"step_{NUM_STEPS:06d}")

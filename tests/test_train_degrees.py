@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from combinations import Combination
-from degrees_worker import CROSSED, NUM_STEPS, RUNS, SAVED_STEP, build, model_of
+from degrees_worker import ANSWERING, CROSSED, NUM_STEPS, RUNS, SAVED_STEP, build, model_of, recorded_answers
 from parity import LOSS_TOLERANCE
 from ranks import run_worker
 
@@ -35,13 +35,17 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, TrainResult]:
-    """What one process does with each model; its checkpoints are in folders of the same names."""
-    return {name: build(combination, ALONE, folder, name, seed=3).fit() for name, combination in MODELS.items()}
+def alone(folder: Path) -> dict[str, tuple[TrainResult, dict[str, str]]]:
+    """What one process does with each model, and its last answers; its checkpoints are in folders of the same names."""
+    results = {}
+    for name, combination in MODELS.items():
+        with recorded_answers() as answers:
+            results[name] = build(combination, ALONE, folder, name, seed=3).fit(), answers
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, alone: dict[str, TrainResult]) -> list[dict[str, Any]]:
+def found(folder: Path, alone: dict[str, tuple[TrainResult, dict[str, str]]]) -> list[dict[str, Any]]:
     run_worker("degrees_worker.py", str(folder), nproc=4, timeout_s=240)
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(4)]
 
@@ -53,11 +57,33 @@ def next_loss(folder: Path, source: str, combination: Combination) -> float:
     return trainer.train_step().loss
 
 
+def check_answers(of_ranks: list[dict[str, str]], expected: dict[str, str]) -> None:
+    """Compare what ranks generated with what one process did; how long they go on depends on who shares a batch."""
+    assert {key for answers in of_ranks for key in answers} == expected.keys()
+    assert len(set(expected.values())) > 1
+    for answers in of_ranks:
+        for key, text in answers.items():
+            length = min(len(text), len(expected[key]))
+            assert length and text[:length] == expected[key][:length], key
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_a_distributed_model_answers_as_one_process_does(
+    found: list[dict[str, Any]], alone: dict[str, tuple[TrainResult, dict[str, str]]], name: str
+) -> None:
+    expected, answers = alone["plain"]
+    check_answers([of_rank[name]["answers"] for of_rank in found], answers)
+    for of_rank in found:
+        assert of_rank[name]["exact"] == [expected.exact_match, expected.num_questions]
+        assert of_rank[name]["trains on"]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_from_one_process_and_answers_as_it_does(
-    found: list[dict[str, Any]], alone: dict[str, TrainResult], name: str
+    found: list[dict[str, Any]], alone: dict[str, tuple[TrainResult, dict[str, str]]], name: str
 ) -> None:
-    expected = alone[model_of(RUNS[name])]
+    expected, answers = alone[model_of(RUNS[name])]
+    check_answers([of_rank[name]["answers"] for of_rank in found], answers)
     for of_rank in found:
         assert of_rank[name]["losses"] == pytest.approx(expected.losses[SAVED_STEP:], abs=CLOSE)
         assert of_rank[name]["exact"] == [expected.exact_match, expected.num_questions]

@@ -41,7 +41,7 @@ class Combination:
 COMBINATIONS: dict[str, Combination] = {
     "zero1": Combination(2, {"strategy": "zero1"}),
     "zero1, accumulation, frozen vision": Combination(2, {"strategy": "zero1"}, 2, ("vision",)),
-    "zero2": Combination(2, {"strategy": "zero2"}, starts_empty=True),
+    "zero2, bf16": Combination(2, {"strategy": "zero2"}, precision="bf16", starts_empty=True),
     "zero2, accumulation, prefetch": Combination(2, {"strategy": "zero2", "prefetch": 2}, 2),
     "fsdp, prefetch, tied": Combination(2, {"strategy": "fsdp", "prefetch": 1}, tied=True, starts_empty=True),
     "tp": Combination(2, {"tp": 2}, heads=2),
@@ -70,7 +70,7 @@ COMBINATIONS: dict[str, Combination] = {
     "fsdp x tp": Combination(4, {"strategy": "fsdp", "tp": 2}, 2),
     "zero2 x tp, language alone": Combination(4, {"strategy": "zero2", "tp": 2, "vision_tp": 1}),
     "hsdp x cp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2, "cp": 2}),
-    "ddp x cp": Combination(4, {"strategy": "ddp", "cp": 2}, 2),
+    "ddp x cp, bf16": Combination(4, {"strategy": "ddp", "cp": 2}, 2, precision="bf16"),
     "fsdp over cp x tp": Combination(4, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
     "pp x fsdp, 1f1b": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
     "pp x zero2, zbv": Combination(4, {"strategy": "zero2", "pp": 2, "pp_schedule": "zbv"}, 2),
@@ -78,6 +78,7 @@ COMBINATIONS: dict[str, Combination] = {
     "pp x fsdp over cp": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4),
     "pp x fsdp x tp": Combination(8, {"strategy": "fsdp", "pp": 2, "tp": 2}, 2),
     "pp x fsdp over cp x tp": Combination(8, {"strategy": "fsdp", "pp": 2, "cp": 2, "tp": 2}, 4),
+    "hsdp x tp": Combination(8, {"strategy": "hsdp", "dp_replicate": 2, "tp": 2}, 2),
     "fsdp x cp x tp": Combination(8, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
 }
 

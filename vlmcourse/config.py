@@ -125,8 +125,8 @@ class TrainSection:
     log_every: int = 10
     """Steps between log rows."""
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates once, at the end. The distributed model answers, in the memory that it has;
-    under parallel.pp each token of an answer takes a pass of whole sequences through all stages."""
+    """Steps between evaluations; 0 evaluates once, at the end. The distributed model itself answers, so no rank needs
+    memory for more weights; under parallel.pp each new token takes a pass of whole sequences through all stages."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves once, at the end."""
     keep_checkpoints: int = 2

@@ -1,8 +1,8 @@
 """Checkpoints of the plain model's tensors, whatever zeros a plan has added to them.
 
-Enters: tensors of a model some of which are longer than in the plain model (see `parallel/padding.py`), as weights or as
-moments of an optimizer. Leaves: a checkpoint without those zeros, which every other plan can load; loading one leaves
-the zeros of the loading model as they are. Chapter 1.
+Enters: weights and moments of which some are longer than in the plain model (see `parallel/padding.py`). Leaves: a
+checkpoint without those zeros, which every other plan can load; loading one leaves the zeros of the loading model as
+they are. Chapter 1.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class PlainLoadPlanner(DefaultLoadPlanner):
             # The planner of torch wants equal sizes, and then reads what the saved and the present shards share.
             saved[fqn] = dataclasses.replace(found, size=tensor.size())
         if problems:
-            raise ValueError(f"{len(problems)} of {len(self.state_dict)} tensors do not match, the first: {problems[0]}")
+            raise ValueError(
+                f"{len(problems)} of {len(self.state_dict)} tensors do not match, the first: {problems[0]}"
+            )
         self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=saved)
         return super().create_local_plan()
 

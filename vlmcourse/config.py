@@ -129,7 +129,8 @@ class TrainSection:
     log_every: int = 10
     """Steps between log rows."""
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates once, at the end."""
+    """Steps between evaluations; 0 evaluates once, at the end. The distributed model itself answers, so no rank needs
+    memory for more weights; under parallel.pp each new token takes a pass of whole sequences through all stages."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves once, at the end."""
     keep_checkpoints: int = 2

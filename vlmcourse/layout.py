@@ -49,7 +49,8 @@ class ParallelConfig:
     dp_shard: int = 0
     """hsdp only: ranks that split one copy between them; 0 takes what the other degrees leave over."""
     tp: int = 1
-    """Tensor parallelism: ranks that split each matrix of the language tower."""
+    """Tensor parallelism: ranks that split each matrix of the language tower. With tp or pp above 1 every rank begins
+    with the whole model in CPU memory and keeps its part; without, under zero2, fsdp and hsdp, rank 0 alone does."""
     cp: int = 1
     """Context parallelism: ranks that split the sequence of each sample."""
     pp: int = 1

@@ -27,7 +27,7 @@ from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.compression import compress_gradients
 from vlmcourse.parallel.context import apply_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
-from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, find_units
+from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, count_wrong_prefetch, find_blocks, find_units
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
@@ -179,6 +179,9 @@ def _check_sharding(model: nn.Module, config: ParallelConfig, layout: Layout, ra
     if wrong:
         does = "free" if config.strategy == "zero2" else "keep"
         raise RuntimeError(f"{where}: {len(wrong)} units {does} their gathered weights after forward, as {wrong[0]}")
+    num_wrong = count_wrong_prefetch(find_blocks(model), config.prefetch)
+    if num_wrong:
+        raise RuntimeError(f"{where}: {num_wrong} blocks do not ask for weights as prefetch={config.prefetch} says")
     num_shards = layout.dp_shard * layout.cp
     whole = [name for name, p in model.named_parameters() if _num_parts(p, but="tp") != num_shards]
     if whole:

@@ -4,7 +4,8 @@
     python bench/adaptive_pipeline.py --steps 8 --out adaptive.md
 
 All splits are measured in one run on the same ranks, in rounds: the pipeline moves to each of them in turn, so that a
-machine that becomes slower makes all of them slower. Nothing is asserted.
+machine that becomes slower makes all of them slower. About a minute where nothing else runs. Nothing is asserted; the
+same with layers that sleep is in `tests/test_parallel_adaptive.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,25 @@ import time
 from pathlib import Path
 from statistics import median
 
+import torch
+import torch.distributed as dist
+
+from vlmcourse.config import OptimizerConfig
+from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.machine import num_usable_cores
+from vlmcourse.models.vlm import build_model
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
+from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler, Decision
+from vlmcourse.parallel.pipeline import Pipeline
+from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.presets import MODELS, VLMShape
+from vlmcourse.train.loss import token_loss_sum
+from vlmcourse.train.optimizer import build_optimizer
 
+Times = dict[StageSplit, list[tuple[float, float]]]
+"""By split, of each step the seconds, and the CPU seconds of the busiest rank."""
 TIMEOUT_S = 1500
 START = (8, 1)
 """Layers a stage at the start: all of the vision tower and all language blocks but none for the second rank."""
@@ -53,83 +68,79 @@ def all_splits(shape: VLMShape) -> list[StageSplit]:
     ]
 
 
-def measure(num_rounds: int, num_steps: int, out: Path | None) -> None:
-    """Measure as one rank of a pipeline; rank 0 prints."""
-    import torch
-    import torch.distributed as dist
-
-    from vlmcourse.config import OptimizerConfig
-    from vlmcourse.data.samples import IGNORE_LABEL, Batch
-    from vlmcourse.models.vlm import build_model
-    from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
-    from vlmcourse.parallel.pipeline import Pipeline
-    from vlmcourse.parallel.pipelined import PipelinedModel
-    from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
-    from vlmcourse.train.loss import token_loss_sum
-    from vlmcourse.train.optimizer import build_optimizer
-
-    torch.set_num_threads(1)
-    ranks = init_ranks(TIMEOUT_S / 2)
-    shape = bench_shape()
-    splits = all_splits(shape)
-    start = next(split for split in splits if split.layers_per_stage == START)
-    assert dist.group.WORLD is not None
-    pipeline = Pipeline(
-        build_model(shape, seed=1),
-        dist.group.WORLD,
-        "1f1b",
-        loss_sum=token_loss_sum,
-        device=ranks.device,
-        split=start,
+def make_batch(shape: VLMShape, seed: int) -> Batch:
+    """Return a sample with a picture or two and text around it."""
+    generator = torch.Generator().manual_seed(seed)
+    per_tile, tiles = shape.num_visual_tokens_per_tile, 1 + seed % 2
+    ids = torch.randint(4, shape.language.vocab_size, (1, 2 * per_tile + 64), generator=generator)
+    ids[0, 1 : 1 + tiles * per_tile] = shape.image_token_id
+    side = shape.vision.image_size_px
+    return Batch(
+        input_ids_BS=ids,
+        labels_BS=torch.where(ids == shape.image_token_id, IGNORE_LABEL, ids),
+        attention_mask_BS=torch.ones_like(ids, dtype=torch.bool),
+        pixel_values_ICHW=torch.randn(tiles, 3, side, side, generator=generator),
+        tiles_per_sample=(tiles,),
+        sample_ids=(str(seed),),
+        tokens_per_tile=per_tile,
     )
-    model = PipelinedModel(pipeline)
-    optimizer = build_optimizer(model, OptimizerConfig())
-    scheduler = AdaptivePipelineScheduler(model, optimizer, warmup_steps=1, measure_steps=5)
 
-    def make_batch(seed: int) -> Batch:
-        """Return a sample with a picture or two and text around it."""
-        generator = torch.Generator().manual_seed(seed)
-        per_tile, tiles = shape.num_visual_tokens_per_tile, 1 + seed % 2
-        ids = torch.randint(4, shape.language.vocab_size, (1, 2 * per_tile + 64), generator=generator)
-        ids[0, 1 : 1 + tiles * per_tile] = shape.image_token_id
-        labels = torch.where(ids == shape.image_token_id, IGNORE_LABEL, ids)
-        side = shape.vision.image_size_px
-        return Batch(
-            input_ids_BS=ids,
-            labels_BS=labels,
-            attention_mask_BS=torch.ones_like(ids, dtype=torch.bool),
-            pixel_values_ICHW=torch.randn(tiles, 3, side, side, generator=generator),
-            tiles_per_sample=(tiles,),
-            sample_ids=(str(seed),),
-            tokens_per_tile=per_tile,
+
+class Bench:
+    """One rank's pipeline with the bad split, and what moves its layers."""
+
+    def __init__(self, shape: VLMShape, ranks: Ranks) -> None:
+        assert dist.group.WORLD is not None
+        start = next(split for split in all_splits(shape) if split.layers_per_stage == START)
+        model = build_model(shape, seed=1)
+        self.device = ranks.device
+        self.pipeline = Pipeline(
+            model, dist.group.WORLD, "1f1b", loss_sum=token_loss_sum, device=ranks.device, split=start
         )
+        pipelined = PipelinedModel(self.pipeline)
+        self.optimizer = build_optimizer(pipelined, OptimizerConfig())
+        self.scheduler = AdaptivePipelineScheduler(pipelined, self.optimizer, warmup_steps=1, measure_steps=3)
+        self.batches = [make_batch(shape, seed) for seed in range(NUM_MICROBATCHES)]
 
-    batches = [make_batch(seed) for seed in range(NUM_MICROBATCHES)]
-
-    def step() -> tuple[float, float]:
+    def step(self) -> tuple[float, float]:
         """Make one optimizer step; return seconds until the slowest rank was done, and CPU seconds of the busiest."""
         dist.barrier()
         started_s, began_s = time.perf_counter(), time.thread_time()
-        optimizer.zero_grad()
-        pipeline.forward_backward(batches, 1e-3)
-        pipeline.reduce_tied_gradients()
-        optimizer.step()
+        self.optimizer.zero_grad()
+        self.pipeline.forward_backward(self.batches, 1e-3)
+        self.pipeline.reduce_tied_gradients()
+        self.optimizer.step()
         both = [time.perf_counter() - started_s, time.thread_time() - began_s]
-        seconds = torch.tensor(both, dtype=torch.float64, device=ranks.device)
+        seconds = torch.tensor(both, dtype=torch.float64, device=self.device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds[0]), float(seconds[1])
 
-    before = []
-    while not scheduler.decisions:
-        before.append(step())
-        scheduler.step_done()
-    decision = scheduler.decisions[0]
-    chosen = pipeline.split
-    seconds: dict[StageSplit, list[tuple[float, float]]] = {split: [] for split in splits}
-    for number in range(num_rounds):
-        for split in splits if number % 2 == 0 else splits[::-1]:
-            scheduler.move(split)
-            seconds[split] += [step() for _ in range(WARMUP_STEPS + num_steps)][WARMUP_STEPS:]
+    def adapt(self) -> Decision:
+        """Train until layers have moved, or were told to stay."""
+        while not self.scheduler.decisions:
+            self.step()
+            self.scheduler.step_done()
+        return self.scheduler.decisions[0]
+
+    def time_splits(self, num_rounds: int, num_steps: int) -> Times:
+        """Move to every split in turn, back and forth, and time steps there."""
+        splits = all_splits(self.pipeline.stages[0].shape)
+        seconds: Times = {split: [] for split in splits}
+        for number in range(num_rounds):
+            for split in splits if number % 2 == 0 else splits[::-1]:
+                self.scheduler.move(split)
+                seconds[split] += [self.step() for _ in range(WARMUP_STEPS + num_steps)][WARMUP_STEPS:]
+        return seconds
+
+
+def measure(num_rounds: int, num_steps: int, out: Path | None) -> None:
+    """Measure as one rank of a pipeline; rank 0 prints."""
+    torch.set_num_threads(1)
+    ranks, shape = init_ranks(TIMEOUT_S / 2), bench_shape()
+    bench = Bench(shape, ranks)
+    decision = bench.adapt()
+    chosen = bench.pipeline.split
+    seconds = bench.time_splits(num_rounds, num_steps)
     load = os.getloadavg()[0]
     shutdown_ranks()
     if ranks.is_main:
@@ -138,18 +149,18 @@ def measure(num_rounds: int, num_steps: int, out: Path | None) -> None:
             f"torch {torch.__version__}, load at the end {load:.1f}",
             f"Model: vision {shape.vision.num_layers} x {shape.vision.hidden_size}, language "
             f"{shape.language.num_layers} x {shape.language.hidden_size}, 1f1b, {NUM_MICROBATCHES} micro-batches",
-            f"Decided after {len(before)} steps: {decision.reason}",
+            f"Decided after {decision.step} steps: {decision.reason}",
         ]
         if decision.moved is not None:
             moved = decision.moved
             lines.append(f"Rank 0 sent {moved.sent_bytes / 1e6:.1f} MB; the move took {1e3 * moved.seconds:.0f} ms")
-        lines += ["", *table(seconds, start, chosen), ""]
+        lines += ["", *table(seconds, decision.proposal.present, chosen), ""]
         print("\n".join(lines), flush=True)
         if out is not None:
             out.write_text("\n".join(lines), encoding="utf-8")
 
 
-def table(seconds: dict[StageSplit, list[tuple[float, float]]], start: StageSplit, chosen: StageSplit) -> list[str]:
+def table(seconds: Times, start: StageSplit, chosen: StageSplit) -> list[str]:
     """Return a Markdown table of the step times, the best split first, and what it says in a sentence."""
     typical = {split: median(wall_s for wall_s, _ in times) for split, times in seconds.items()}
     busy = {split: median(cpu_s for _, cpu_s in times) for split, times in seconds.items()}
@@ -175,8 +186,8 @@ def table(seconds: dict[StageSplit, list[tuple[float, float]]], start: StageSpli
 def main(argv: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each split is measured (default: 3)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each split in each round (default: 4)")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each split is measured (default: 2)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of each split in each round (default: 2)")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
     if "RANK" in os.environ:

@@ -132,6 +132,10 @@ def check_links() -> str:
         [sys.executable, "bench/comm.py"], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    over_nccl = re.search(r"^Machine: 2 ranks, nccl, ", done.stdout, re.MULTILINE)
+    assert over_nccl, f"not measured over NCCL, and so not with CUDA events: {done.stdout}"
+    poor = [line.split(" | ")[0].strip("| ") for line in done.stdout.splitlines() if "poor fit" in line]
+    assert not poor, f"no straight line fits {', '.join(poor)}: {done.stdout}"
     return " ".join(done.stdout.split())
 
 

@@ -6,6 +6,7 @@ Each rank writes what it recorded to FOLDER/rank<r>.pt.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,18 +26,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel import moving
+from vlmcourse.parallel import moving, parcels
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import check_strategy, fingerprint
 from vlmcourse.parallel.clipping import clip_over_stages
 from vlmcourse.parallel.comm import gather_full, local_part
 from vlmcourse.parallel.layer_times import LayerTimes
-from vlmcourse.parallel.moving import WEIGHT, Parcel
+from vlmcourse.parallel.moving import named_parameters
+from vlmcourse.parallel.parcels import WEIGHT, Parcel
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.timeline import Action, gather_actions
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import build_optimizer
@@ -178,23 +182,23 @@ def layers_swapped(pipe: Pipeline, parcels: Parcels, received: list[str]) -> Non
 
 def options_lost(pipe: Pipeline, parcels: Parcels, received: list[str]) -> None:
     """Moved parameters join the first group that there is."""
-    here = next(parcel.options for name, parcel in parcels.items() if name not in received)
+    here = next(parcel.group for name, parcel in parcels.items() if name not in received)
     for name in received:
-        parcels[name].options = here
+        parcels[name].group = here
 
 
 @contextlib.contextmanager
 def optimizer_left_behind() -> Iterator[None]:
     """The optimizer keeps its old parameters."""
-    with mock.patch.object(moving, "_regroup", lambda *_: None):
+    with mock.patch.object(moving, "regroup", lambda *_: None):
         yield
 
 
 @contextlib.contextmanager
 def moments_shared() -> Iterator[None]:
     """Two copies of a tied embedding on one rank share their moments."""
-    real = moving._unpack_state
-    with mock.patch.object(moving, "_unpack_state", lambda p, parcel, copy: real(p, parcel, False)):
+    real = parcels._unpack_state
+    with mock.patch.object(parcels, "_unpack_state", lambda p, parcel, copy: real(p, parcel, False)):
         yield
 
 
@@ -239,39 +243,54 @@ BUGS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]
 }
 
 
-def sleepy(halves: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
-    """Return a wrapper that slows some layers down, wherever they stand; one of them on one data-parallel copy only."""
-    second_copy = halves["dp"].get_local_rank() == 1
+class Sleeper:
+    """Slows some layers down, wherever they stand; one of them on one data-parallel copy only."""
 
-    def sleep(times: int, *_: Any) -> None:
+    def __init__(self, halves: DeviceMesh) -> None:
+        self.second_copy = halves["dp"].get_local_rank() == 1
+        self.seconds = 0.0
+        """Slept so far, as planned."""
+        self.actions: list[Action] = []
+        """What ran under `watch`: from 0 to the seconds that were slept in it."""
+
+    def sleep(self, times: int, *_: Any) -> None:
+        self.seconds += SLEEP_S * times
         time.sleep(SLEEP_S * times)
 
-    def wrap(stage: nn.Module) -> nn.Module:
+    def wrap(self, stage: nn.Module) -> nn.Module:
         parts = dict(stage.named_modules())
-        for name, times in (("vision.blocks.0", 1), ("vision.blocks.1", 1), ("language.blocks.3", 2 * second_copy)):
+        for name, times in (
+            ("vision.blocks.0", 1),
+            ("vision.blocks.1", 1),
+            ("language.blocks.3", 2 * self.second_copy),
+        ):
             if name in parts and times:
-                parts[name].register_forward_pre_hook(partial(sleep, times))
+                parts[name].register_forward_pre_hook(partial(self.sleep, times))
         if "language.blocks.2.mlp" in parts:  # slow in backward alone
-            parts["language.blocks.2.mlp"].register_forward_hook(slow_backward)
+            parts["language.blocks.2.mlp"].register_forward_hook(self.slow_backward)
         return stage
 
-    def slow_backward(_: nn.Module, __: Any, output: Tensor) -> None:
+    def slow_backward(self, _: nn.Module, __: Any, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(sleep, 1))
+            output.register_hook(partial(self.sleep, 1))
 
-    return wrap
+    def watch(self, kind: str, microbatch: int, stage: int, run: Callable[[], Any]) -> Any:
+        before_s = self.seconds
+        result = run()
+        self.actions.append(Action(dist.get_rank(), kind, microbatch, stage, 0.0, self.seconds - before_s))
+        return result
 
 
-def adapt(halves: DeviceMesh, schedule: str, layers: tuple[int, ...]) -> dict[str, Any]:
-    """Let a pipeline with slow layers decide, twice; then let it hear that its split is the best."""
-    model, optimizer = build(Case(schedule), halves, layers, sleepy(halves))
+def adapt(halves: DeviceMesh, schedule: str, layers: tuple[int, ...], measure_steps: int) -> dict[str, Any]:
+    """Let a pipeline with slow layers decide; then let it hear that its split is the best, or nearly."""
+    sleeper = Sleeper(halves)
+    model, optimizer = build(Case(schedule), halves, layers, sleeper.wrap)
     pipe = model.pipeline
     scheduler = AdaptivePipelineScheduler(
-        model, optimizer, warmup_steps=1, measure_steps=1, min_gain=0.3, repeat_every=1
+        model, optimizer, warmup_steps=1, measure_steps=measure_steps, min_gain=0.1, repeat_every=1
     )
     found: dict[str, Any] = {"losses": [], "splits": [], "decided": []}
-
-    def step(name: str) -> None:
+    for name in STEPS:
         optimizer.zero_grad()
         found["losses"].append(
             [float(x) for x in pipe.forward_backward(make_step(pipe.stages[0].shape, name, 4), 0.02)]
@@ -283,22 +302,68 @@ def adapt(halves: DeviceMesh, schedule: str, layers: tuple[int, ...]) -> dict[st
         found["decided"].append(
             None if decision is None else (decision.step, decision.reason, decision.moved is not None)
         )
-
-    for name in STEPS:
-        step(name)
     first = scheduler.decisions[0]
     found["times"], found["promise"] = first.proposal.times, (first.proposal.before_s, first.proposal.after_s)
-    scheduler.start_measuring()
-    # Each stage costs 1, so any other cut makes one of them slower.
-    costs = [1 / n for n in pipe.split.layers_per_stage for _ in range(n)]
-    best = LayerTimes(tuple(costs), (0.0,) * 11, 1)
-    scheduler.measure = lambda: best  # type: ignore[method-assign]
-    decision = scheduler.decide()
-    found["stays"] = decision.proposal.split == pipe.split, decision.reason, decision.moved is None
+    # Where only the output costs something, all splits are as good.
+    found["stays"] = decide_by(scheduler, [0.0] * 10 + [1.0], first.proposal.times)
     found["watching"] = pipe.on_action is not None or any(
         len(block._forward_hooks) > 1 for stage in pipe.stages for block in stage.modules()
     )
+    if pipe.num_stages == 2:
+        # The first stage is too slow by what its last layer costs, 2 % of a stage.
+        here, there = pipe.split.layers_per_stage
+        costs = [1 / (here - 1)] * (here - 1) + [0.02] + [0.98 / there] * there
+        found["little gain"] = decide_by(scheduler, costs, first.proposal.times)
+        found["slept"] = sleep_under_every_split(scheduler, sleeper)
     return found
+
+
+def decide_by(scheduler: AdaptivePipelineScheduler, forward_s: list[float], like: LayerTimes) -> tuple[bool, str, bool]:
+    """Let a scheduler decide by other times; return whether its proposal is the present split, and what it did."""
+    scheduler.start_measuring()
+    times = LayerTimes(tuple(forward_s), (0.0,) * len(forward_s), 1, like.order)
+    with mock.patch.object(scheduler, "measure", lambda: times):
+        decision = scheduler.decide()
+    return decision.proposal.split == decision.proposal.present, decision.reason, decision.moved is None
+
+
+def sleep_under_every_split(
+    scheduler: AdaptivePipelineScheduler, sleeper: Sleeper
+) -> dict[tuple[int, ...], list[list[Action]]]:
+    """Run a step under every split into two stages; return what each rank did, and slept in it, by layers a stage."""
+    pipe, found = scheduler.pipeline, {}
+    for first in range(1, pipe.split.num_layers):
+        scheduler.move(split_into((first, pipe.split.num_layers - first)))
+        sleeper.actions = []
+        pipe.on_action = sleeper.watch
+        pipe.forward_backward(make_step(pipe.stages[0].shape, "text", NUM_MICROBATCHES), 0.02)
+        pipe.on_action = None
+        actions = [action._replace(rank=pipe.pp_rank) for action in sleeper.actions]
+        found[pipe.split.layers_per_stage] = gather_actions(actions, pipe.group)
+    return found
+
+
+def learning_rates_on_the_way(halves: DeviceMesh) -> dict[str, Any]:
+    """Move layers under an LR scheduler of torch, made before ours and after it."""
+
+    def halve(step: int) -> float:
+        return 0.5**step
+
+    early, early_optimizer = build(Case("gpipe"), halves, (5, 6))
+    LambdaLR(early_optimizer, halve)
+    refused = say(lambda: AdaptivePipelineScheduler(early, early_optimizer))
+    model, optimizer = build(Case("gpipe"), halves, (5, 6))
+    scheduler = AdaptivePipelineScheduler(model, optimizer)
+    rates, found = LambdaLR(optimizer, halve), []
+    for layers in ((10, 1), (1, 10)):
+        optimizer.zero_grad()
+        model.pipeline.forward_backward(make_step(model.pipeline.stages[0].shape, "text", NUM_MICROBATCHES), LOSS_SCALE)
+        optimizer.step()
+        scheduler.move(split_into(layers))
+        rates.step()
+        here = find_rates(named_parameters(model.pipeline.stages), optimizer)
+        found.append(({name: lr for name, (lr, _) in here.items()}, len(optimizer.param_groups)))
+    return {"refused": refused, "rates": found}
 
 
 def pipelined(trainer: Trainer) -> PipelinedModel:
@@ -331,6 +396,32 @@ def run_trainer(ranks: Ranks) -> tuple[Any, list[str], list[tuple[int, ...]]]:
 
     trainer.after_step += [scheduler, go_elsewhere]
     return record(trainer), [decision.reason for decision in scheduler.decisions], splits
+
+
+def resume(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Save an adaptive run after its layers have moved; go on, and let another run go on from there."""
+    config = config_of(Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2, "adaptive": True}, 4))
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder / "runs")))
+    samples = awkward_samples()
+
+    def start(seed: int) -> AwkwardTrainer:
+        model = build_model(divisible_shape(), seed=seed)
+        return AwkwardTrainer(
+            config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False
+        )
+
+    first, second = start(1), start(2)
+    before = pipelined(second).pipeline.split.layers_per_stage
+    first.train_step()
+    assert first.scheduler is not None
+    first.scheduler.move(StageSplit(num_vision_layers=2, num_language_layers=2, layers_per_stage=(2, 5)))
+    path = first.save()
+    second.resume(path)
+    found: dict[str, Any] = {"before": before, "after": pipelined(second).pipeline.split.layers_per_stage}
+    assert second.scheduler is not None
+    found["other splits"] = [second.scheduler.start_from(layers) for layers in ((), (1, 1, 5), (3, 3), (2, 5))]
+    check_strategy(second.model, second.parallel, ranks, second.place)
+    return found | {"losses": [[trainer.train_step().loss for _ in range(2)] for trainer in (first, second)]}
 
 
 def say(action: Callable[[], object]) -> str:
@@ -410,9 +501,11 @@ def main(folder: Path) -> None:
         with plant():
             found["bugs"][name] = travel(ROUTES[route], meshes[2], exact=False)
     found["adapted"] = {
-        "gpipe": adapt(meshes[2], "gpipe", (10, 1)),
-        "zbv": adapt(meshes[2], "zbv", (1, 1, 8, 1)),
+        "gpipe": adapt(meshes[2], "gpipe", (10, 1), 1),
+        "zbv": adapt(meshes[2], "zbv", (1, 1, 8, 1), 2),
     }
+    found["learning rates"] = learning_rates_on_the_way(meshes[2])
+    found["resumed"] = resume(ranks, folder)
     found["refusals"] = refusals(meshes[2], ranks)
     found["trainer"] = run_trainer(ranks)
     torch.save(found, folder / f"rank{ranks.rank}.pt")

@@ -32,6 +32,7 @@ class Combination:
     precision: str = "fp32"
     heads: int = 2
     """Of the vision tower."""
+    vocab_size: int = 256
     tied: bool = False
     starts_empty: bool = False
     """Whether rank 0 alone has weights, and the others a model on the meta device."""
@@ -40,7 +41,7 @@ class Combination:
 COMBINATIONS: dict[str, Combination] = {
     "zero1": Combination(2, {"strategy": "zero1"}),
     "zero1, accumulation, frozen vision": Combination(2, {"strategy": "zero1"}, 2, ("vision",)),
-    "zero2": Combination(2, {"strategy": "zero2"}, starts_empty=True),
+    "zero2, bf16": Combination(2, {"strategy": "zero2"}, precision="bf16", starts_empty=True),
     "zero2, accumulation, prefetch": Combination(2, {"strategy": "zero2", "prefetch": 2}, 2),
     "fsdp, prefetch, tied": Combination(2, {"strategy": "fsdp", "prefetch": 1}, tied=True, starts_empty=True),
     "tp": Combination(2, {"tp": 2}, heads=2),
@@ -69,7 +70,7 @@ COMBINATIONS: dict[str, Combination] = {
     "fsdp x tp": Combination(4, {"strategy": "fsdp", "tp": 2}, 2),
     "zero2 x tp, language alone": Combination(4, {"strategy": "zero2", "tp": 2, "vision_tp": 1}),
     "hsdp x cp": Combination(4, {"strategy": "hsdp", "dp_replicate": 2, "cp": 2}),
-    "ddp x cp": Combination(4, {"strategy": "ddp", "cp": 2}, 2),
+    "ddp x cp, bf16": Combination(4, {"strategy": "ddp", "cp": 2}, 2, precision="bf16"),
     "fsdp over cp x tp": Combination(4, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
     "pp x fsdp, 1f1b": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
     "pp x zero2, zbv": Combination(4, {"strategy": "zero2", "pp": 2, "pp_schedule": "zbv"}, 2),
@@ -77,15 +78,17 @@ COMBINATIONS: dict[str, Combination] = {
     "pp x fsdp over cp": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4),
     "pp x fsdp x tp": Combination(8, {"strategy": "fsdp", "pp": 2, "tp": 2}, 2),
     "pp x fsdp over cp x tp": Combination(8, {"strategy": "fsdp", "pp": 2, "cp": 2, "tp": 2}, 4),
+    "hsdp x tp": Combination(8, {"strategy": "hsdp", "dp_replicate": 2, "tp": 2}, 2),
     "fsdp x cp x tp": Combination(8, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
 }
 
 
-def divisible_shape(num_heads: int = 2, tied_embeddings: bool = False) -> VLMShape:
+def divisible_shape(num_heads: int = 2, tied_embeddings: bool = False, vocab_size: int = 256) -> VLMShape:
     """Return the parity test's shape with widths that 2 divides; `num_heads` is of the vision tower, 12 wide each."""
     shape = small_shape(tied_embeddings)
     vision = dataclasses.replace(shape.vision, num_heads=num_heads, hidden_size=12 * num_heads, mlp_size=32)
-    return dataclasses.replace(shape, vision=vision, language=dataclasses.replace(shape.language, mlp_size=44))
+    language = dataclasses.replace(shape.language, mlp_size=44, vocab_size=vocab_size)
+    return dataclasses.replace(shape, vision=vision, language=language)
 
 
 def config_of(combination: Combination, *, alone: bool = False) -> TrainConfig:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from combinations import Combination, config_of, divisible_shape
@@ -14,10 +18,14 @@ from parity import AwkwardTrainer, awkward_samples
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.data.digits import DigitsDataset
+from vlmcourse.data.samples import Sample
+from vlmcourse.layout import ParallelConfig
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.apply import apply_strategy
+from vlmcourse.parallel.apply import apply_strategy, check_strategy
+from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.train import evaluate
 
 NUM_STEPS = 6
 SAVED_STEP = 3
@@ -27,8 +35,26 @@ RUNS = {
     "ddp-cp": Combination(4, {"strategy": "ddp", "cp": 2}),
     "pp-fsdp": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
     "pp-tp-dualpipev-tied": Combination(4, {"pp": 2, "tp": 2, "pp_schedule": "dualpipev"}, 4, tied=True),
+    "fsdp-tp-padded": Combination(
+        4, {"strategy": "fsdp", "tp": 2, "vision_heads": "pad_heads"}, 2, heads=3, vocab_size=257
+    ),
 }
 """Each goes on from one process's checkpoint, and one process goes on from its own."""
+CROSSED = {
+    "fsdp-tp": RUNS["pp-fsdp"],
+    "fsdp-tp-padded": Combination(4, {"pp": 2, "tp": 2, "vision_heads": "pad_heads"}, 2, heads=3, vocab_size=257),
+}
+"""A run -> what goes on from its last checkpoint."""
+ANSWERING = {
+    "zero2-cp answers": Combination(4, {"strategy": "zero2", "cp": 2, "cp_method": "ulysses"}),
+    "pp-fsdp-cp answers": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 2),
+}
+"""What only answers, from one process's last checkpoint."""
+
+
+def model_of(combination: Combination) -> str:
+    """Name the model of a run: plain, tied or padded."""
+    return "tied" if combination.tied else "padded" if combination.heads == 3 else "plain"
 
 
 def build(combination: Combination, ranks: Ranks, folder: Path, name: str, seed: int) -> AwkwardTrainer:
@@ -39,11 +65,27 @@ def build(combination: Combination, ranks: Ranks, folder: Path, name: str, seed:
         run=dataclasses.replace(config.run, output_dir=str(folder), name=name),
         train=dataclasses.replace(config.train, num_steps=NUM_STEPS, checkpoint_every=SAVED_STEP, keep_checkpoints=3),
     )
-    model = build_model(divisible_shape(combination.heads, combination.tied), seed=seed)
+    shape = divisible_shape(combination.heads, combination.tied, combination.vocab_size)
+    model = build_model(shape, seed=seed)
     questions = DigitsDataset(5, 0, "heldout")[:5]
     return AwkwardTrainer(
         config, ranks, model=model, train_data=awkward_samples(), eval_data=questions, show_progress=False
     )
+
+
+@contextlib.contextmanager
+def recorded_answers() -> Iterator[dict[str, str]]:
+    """Note what the model generates: sample and turn -> answer."""
+    answers: dict[str, str] = {}
+    real = evaluate._answer
+
+    def answer(model: Any, questions: list[Sample], *others: Any) -> list[str]:
+        given = real(model, questions, *others)
+        answers.update({f"{q.sample_id}/{len(q.messages)}": text for q, text in zip(questions, given, strict=True)})
+        return given
+
+    with mock.patch.object(evaluate, "_answer", answer):
+        yield answers
 
 
 def collect_refusals(ranks: Ranks) -> dict[str, str]:
@@ -66,6 +108,20 @@ def collect_refusals(ranks: Ranks) -> dict[str, str]:
         apply_strategy(torch.nn.Linear(4, 4), config, ranks, find_place(config, ranks, shape))
     except ValueError as error:
         found["another model"] = str(error)
+    auto = ParallelConfig(strategy="auto")
+    place = find_place(ParallelConfig(strategy="ddp"), ranks)
+    for name, attempt in {
+        "unresolved": lambda: apply_strategy(build_model(shape, seed=0), auto, ranks),
+        "unresolved, in a place": lambda: apply_strategy(build_model(shape, seed=0), auto, ranks, place),
+        "unresolved, checked": lambda: check_strategy(build_model(shape, seed=0), auto, ranks, place),
+        "unresolved place": lambda: find_place(auto, ranks),
+        "another model in a pipeline": lambda: apply_strategy(torch.nn.Linear(4, 4), ParallelConfig(pp=4), ranks),
+    }.items():
+        try:
+            attempt()
+            found[name] = "accepted"
+        except ValueError as error:
+            found[name] = str(error)
     pipeline = config_of(Combination(4, {"pp": 4}, 4)).parallel
     try:
         apply_strategy(build_model(shape, seed=0), pipeline, ranks)
@@ -74,19 +130,49 @@ def collect_refusals(ranks: Ranks) -> dict[str, str]:
     return found
 
 
+def refuse_checkpoints(ranks: Ranks, folder: Path) -> dict[str, str]:
+    """Go on from a checkpoint of another model, and from one that has lost a file."""
+    found, step = {}, folder / "fsdp-tp-padded" / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    other = build(RUNS["fsdp-tp"], ranks, folder, "other", seed=0)
+    try:
+        other.resume(step)
+    except ValueError as error:
+        found["checkpoint of another shape"] = str(error)
+    copy = folder / "lost" / step.name
+    if ranks.is_main:
+        shutil.copytree(step, copy, ignore=shutil.ignore_patterns("__3_*"))
+    wait_for_all(ranks)
+    same = build(RUNS["fsdp-tp-padded"], ranks, folder, "same", seed=0)
+    try:
+        same.resume(copy)
+    except RuntimeError as error:
+        found["file lost"] = str(error)
+    return found
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Any] = {"refusals": collect_refusals(ranks)}
     for name, combination in RUNS.items():
         trainer = build(combination, ranks, folder, name, seed=50 + ranks.rank)
-        trainer.resume(folder / ("tied" if combination.tied else "plain") / "checkpoints" / f"step_{SAVED_STEP:06d}")
-        result = trainer.fit()
-        found[name] = {"losses": result.losses, "exact": [result.exact_match, result.num_questions]}
-    crossed = build(RUNS["pp-fsdp"], ranks, folder, "crossed", seed=0)
-    crossed.resume(folder / "fsdp-tp" / "checkpoints" / f"step_{NUM_STEPS:06d}")
-    found["crossed"] = crossed.train_step().loss
+        trainer.resume(folder / model_of(combination) / "checkpoints" / f"step_{SAVED_STEP:06d}")
+        with recorded_answers() as answers:
+            result = trainer.fit()
+        found[name] = {"losses": result.losses, "exact": [result.exact_match, result.num_questions], "answers": answers}
+    for name, combination in ANSWERING.items():
+        trainer = build(combination, ranks, folder, "answering", seed=0)
+        trainer.resume(folder / "plain" / "checkpoints" / f"step_{NUM_STEPS:06d}")
+        with recorded_answers() as answers:
+            exact = trainer.evaluate()
+        trained_on = trainer.train_step().loss > 0
+        found[name] = {"exact": [exact.fraction, exact.num_questions], "answers": answers, "trains on": trained_on}
+    for name, combination in CROSSED.items():
+        trainer = build(combination, ranks, folder, "crossed", seed=0)
+        trainer.resume(folder / name / "checkpoints" / f"step_{NUM_STEPS:06d}")
+        found[f"crossed {name}"] = trainer.train_step().loss
+    found["refusals"] |= refuse_checkpoints(ranks, folder)
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    del trainer, crossed
+    del trainer
     shutdown_ranks()
 
 

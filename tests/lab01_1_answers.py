@@ -76,6 +76,16 @@ def shard_bias_on_rank_0(*args):
     return *parts, b_out if args[-2] == 0 else torch.zeros_like(b_out)
 
 
+def shard_transposed(*args):
+    part_w_in, part_b_in, part_w_out, b_out = shard_by_slices(*args)
+    return part_w_in, part_b_in, part_w_out.T, b_out
+
+
+def shard_transposed_in(*args):
+    part_w_in, part_b_in, part_w_out, b_out = shard_by_slices(*args)
+    return part_w_in.T, part_b_in, part_w_out, b_out
+
+
 WRONG_SHARDS = [
     # one of six cases has a single rank, where nothing is cut
     (shard_unevenly, 2.0, "does not divide"),
@@ -84,6 +94,8 @@ WRONG_SHARDS = [
     (shard_wrong_dim_of_w_out, 1.33, "w_out is cut along its outputs"),
     (shard_nothing, 1.33, "every rank keeps the whole weights"),
     (shard_every_nth, 1.33, "every N-th channel"),
+    (shard_transposed, 0, "w_out is transposed"),
+    (shard_transposed_in, 0, "w_in is transposed"),
     (shard_bias_too, 1.33, "b_out is cut"),
     (shard_bias_on_rank_0, 1.33, "b_out must stay whole"),
     (lambda *args: None, 0, "return four tensors"),
@@ -226,6 +238,72 @@ def sum_that_divides_its_gradient(x, w_in, b_in, w_out, b_out):
     return Divide.apply(nn_functional.all_reduce(mine)) + b_out
 
 
+def scatter_and_gather(x, w_in, b_in, w_out, b_out):
+    """The all-reduce as a reduce-scatter and an all-gather, padded to what the ranks can share."""
+
+    def sum_over_ranks(tensor):
+        size = -(-tensor.numel() // dist.get_world_size())
+        padded = torch.zeros(size * dist.get_world_size())
+        padded[: tensor.numel()] = tensor.flatten()
+        mine = torch.empty(size)
+        dist.reduce_scatter_tensor(mine, padded)
+        dist.all_gather_into_tensor(padded, mine)
+        return padded[: tensor.numel()].view(tensor.shape).clone()
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return sum_over_ranks(grad)
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return sum_over_ranks(y)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    return Sum.apply(F.gelu(F.linear(Copy.apply(x), w_in, b_in)) @ w_out.T) + b_out
+
+
+def scatter_rows_and_gather(x, w_in, b_in, w_out, b_out):
+    """The same by lists of rows, of which a rank of many may get none but padding."""
+
+    def sum_over_ranks(tensor):
+        num_ranks = dist.get_world_size()
+        rows = F.pad(tensor.flatten(1), (0, 0, 0, -len(tensor) % num_ranks))
+        shares = [share.contiguous() for share in rows.chunk(num_ranks)]
+        mine = torch.empty_like(shares[0])
+        dist.reduce_scatter(mine, shares)
+        dist.all_gather(shares, mine)
+        return torch.cat(shares)[: len(tensor)].view(tensor.shape).clone()
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return sum_over_ranks(grad)
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return sum_over_ranks(y)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    return Sum.apply(F.gelu(F.linear(Copy.apply(x), w_in, b_in)) @ w_out.T) + b_out
+
+
 RIGHT_PAIRS = (
     two_functions,
     in_place_and_hook,
@@ -233,6 +311,8 @@ RIGHT_PAIRS = (
     gather_outputs,
     one_function_for_all,
     sum_that_divides_its_gradient,
+    scatter_and_gather,
+    scatter_rows_and_gather,
 )
 
 # --- The pair: wrong ------------------------------------------------------------------------------------------------
@@ -283,6 +363,115 @@ def pair(forward="sum", backward="sum", bias="after", copy=True):
         return y + b_out if bias == "after" else y
 
     return tp_mlp
+
+
+def variant(activation="gelu", use_b_in=True, use_b_out=True, after=False, in_front="", op="SUM"):
+    """A pair with a fault in forward."""
+
+    def tp_mlp(x, w_in, b_in, w_out, b_out):
+        class Copy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                grad = grad.clone()
+                dist.all_reduce(grad)
+                return grad
+
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, y):
+                y = y.clone()
+                dist.all_reduce(y, op=getattr(dist.ReduceOp, op))
+                return y
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad
+
+        act = (lambda tensor: tensor) if activation == "none" else getattr(F, activation)
+        if in_front:
+            x = x.clone()
+            dist.all_reduce(x)
+            x = x / dist.get_world_size() if in_front == "mean" else x
+        channels = F.linear(Copy.apply(x), w_in, b_in if use_b_in else None)
+        y = Sum.apply((channels if after else act(channels)) @ w_out.T)
+        y = act(y) if after else y
+        return y + b_out if use_b_out else y
+
+    return tp_mlp
+
+
+def swapped(x, w_in, b_in, w_out, b_out):
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            x = x.clone()
+            dist.all_reduce(x)
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad = grad.clone()
+            dist.all_reduce(grad)
+            return grad
+
+    return Copy.apply(F.gelu(F.linear(Sum.apply(x), w_in, b_in)) @ w_out.T) + b_out
+
+
+def not_waited_for(where):
+    """A pair that begins an all-reduce and goes on with what stands in the tensor then: always this rank's own."""
+
+    def tp_mlp(x, w_in, b_in, w_out, b_out):
+        def start(tensor):
+            total = tensor.clone()
+            work: Any = dist.all_reduce(total, async_op=True)
+            work.wait()  # so that the next case finds an idle group
+            return tensor.clone()
+
+        def finish(tensor):
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+            return tensor
+
+        class Copy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return start(grad) if where == "backward" else finish(grad)
+
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, y):
+                return start(y) if where == "forward" else finish(y)
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad
+
+        return Sum.apply(F.gelu(F.linear(Copy.apply(x), w_in, b_in)) @ w_out.T) + b_out
+
+    return tp_mlp
+
+
+def result_thrown_away(x, w_in, b_in, w_out, b_out):
+    y = F.gelu(F.linear(x, w_in, b_in)) @ w_out.T
+    dist.all_reduce(y.detach().clone())
+    return y + b_out
 
 
 def library_all_reduce(x, w_in, b_in, w_out, b_out):
@@ -390,6 +579,30 @@ WRONG_PAIRS = {
     "no all-reduce backward": (pair(backward=""), 6, "backward has to add its gradient up over the ranks"),
     "all-reduce in both directions of forward": (pair(forward="sum twice"), 4.5, "gradients are 2 times too large"),
     "the library's all-reduce": (library_all_reduce, 4.5, "gradients are 2 times too large"),
+    "swapped": (swapped, 0, "the two places are swapped: x is added up over the ranks, and the outputs are not"),
+    "sum of x in front": (variant(in_front="sum"), 0, "x is added up over the ranks in front"),
+    "mean of x in front": (variant(in_front="mean"), 6, "x is averaged over the ranks in front"),
+    "gelu after the sum": (variant(after=True), 0, "gelu stands after the sum"),
+    "relu": (variant(activation="relu"), 0, "between the layers stands relu"),
+    "no gelu": (variant(activation="none"), 0, "gelu is missing between the two layers"),
+    "no b_in": (variant(use_b_in=False), 0, "b_in is missing: it is added before gelu"),
+    "largest": (variant(op="MAX"), 0, "the largest is taken (ReduceOp.MAX)"),
+    "relu without b_out": (
+        variant(activation="relu", use_b_out=False),
+        0,
+        "has gelu; and b_out is missing in the output",
+    ),
+    "not waited for in forward": (
+        not_waited_for("forward"),
+        0,
+        "the all-reduce in forward is begun with async_op=True",
+    ),
+    "not waited for in backward": (
+        not_waited_for("backward"),
+        6,
+        "the all-reduce in backward is begun with async_op=True",
+    ),
+    "result thrown away": (result_thrown_away, 0, "an all-reduce is called in forward, and its result is not used"),
     "mean forward": (pair(forward="mean"), 5, "averaged"),
     "mean backward": (pair(backward="mean"), 6, "x.grad is 1 / 2 of what it must be"),
     "right on rank 0 only": (pair(forward="rank 0"), 0, "the output is right on rank 0 only"),

@@ -137,20 +137,63 @@ def without_ends(costs, num_stages):
     return recursion_with_memory([0.0, *costs[1:-1], 0.0], num_stages)
 
 
-def least_squares(costs, num_stages):
+def best_by(of_stage, join):
+    """Return an answer that makes another value small than that of the slowest stage, by recursion with memory."""
+
+    def place_layers(costs, num_stages):
+        check(costs, num_stages)
+        total = [0.0, *itertools.accumulate(costs)]
+        mean = total[-1] / num_stages
+
+        @functools.cache
+        def best(start, stages):
+            if stages == 1:
+                return of_stage(total[-1] - total[start], mean), [len(costs) - start]
+            found = []
+            for end in range(start + 1, len(costs) - stages + 2):
+                rest, counts = best(end, stages - 1)
+                found.append((join(of_stage(total[end] - total[start], mean), rest), [end - start, *counts]))
+            return min(found)
+
+        return best(0, num_stages)[1]
+
+    return place_layers
+
+
+def sum_of(a, b):
+    return a + b
+
+
+least_squares = best_by(lambda stage, mean: stage**2, sum_of)
+least_deviation = best_by(lambda stage, mean: abs(stage - mean), max)
+least_deviations = best_by(lambda stage, mean: abs(stage - mean), sum_of)
+slowest_fastest = best_by(lambda stage, mean: -stage, max)
+
+
+def least_spread(costs, num_stages):
+    """Slowest minus fastest: of the first layers, every pair of them that may still be the best is kept."""
     check(costs, num_stages)
-
-    @functools.cache
-    def best(start, stages):
-        if stages == 1:
-            return sum(costs[start:]) ** 2, [len(costs) - start]
-        found = []
-        for end in range(start + 1, len(costs) - stages + 2):
-            rest, counts = best(end, stages - 1)
-            found.append((sum(costs[start:end]) ** 2 + rest, [end - start, *counts]))
-        return min(found)
-
-    return best(0, num_stages)[1]
+    total = [0.0, *itertools.accumulate(costs)]
+    mean = total[-1] / num_stages
+    kept: dict = {0: [(0.0, math.inf, [])]}
+    for _ in range(num_stages):
+        after: dict = {}
+        for start, pairs in kept.items():
+            for end in range(start + 1, len(costs) + 1):
+                stage = total[end] - total[start]
+                if mean > 0 and len(costs) > 30 and not 0.7 * mean < stage < 1.3 * mean:
+                    continue  # never so far from the mean in the many layers of these cases
+                after.setdefault(end, []).extend(
+                    (max(high, stage), min(low, stage), [*counts, end - start]) for high, low, counts in pairs
+                )
+        kept = {}
+        for end, pairs in after.items():
+            kept[end], most = [], -math.inf
+            for high, low, counts in sorted(pairs, key=lambda pair: (pair[0], -pair[1])):
+                if low > most:
+                    kept[end].append((high, low, counts))
+                    most = low
+    return min(kept[len(costs)], key=lambda pair: pair[0] - pair[1])[2]
 
 
 def try_everything(costs, num_stages):
@@ -202,15 +245,166 @@ def no_check(costs, num_stages):
     return recursion_with_memory(costs, min(max(num_stages, 1), len(costs)))
 
 
+def floor_and_rest(costs, num_stages):
+    check(costs, num_stages)
+    each = len(costs) // num_stages
+    return [each] * (num_stages - 1) + [len(costs) - each * (num_stages - 1)]
+
+
+def reversed_list(costs, num_stages):
+    return recursion_with_memory(costs, num_stages)[::-1]
+
+
+def sorted_costs(costs, num_stages):
+    return recursion_with_memory(sorted(costs, reverse=True), num_stages)
+
+
+def forgets_the_last_stage(costs, num_stages):
+    """The recursion ends with nothing where it must end with what is left."""
+    check(costs, num_stages)
+
+    @functools.cache
+    def best(start, stages):
+        if stages == 1:
+            return 0.0, [len(costs) - start]
+        found = []
+        for end in range(start + 1, len(costs) - stages + 2):
+            rest, counts = best(end, stages - 1)
+            found.append((max(sum(costs[start:end]), rest), [end - start, *counts]))
+        return min(found)
+
+    return best(0, num_stages)[1]
+
+
+def fill_from_the_end(costs, num_stages):
+    return fill_before_the_mean(costs[::-1], num_stages)[::-1]
+
+
+def halving(costs, num_stages):
+    check(costs, num_stages)
+    if num_stages == 1:
+        return [len(costs)]
+    left = num_stages // 2
+    right = num_stages - left
+    cut = min(
+        range(left, len(costs) - right + 1), key=lambda cut: abs(sum(costs[:cut]) / left - sum(costs[cut:]) / right)
+    )
+    return halving(costs[:cut], left) + halving(costs[cut:], right)
+
+
+def time_of(costs, counts):
+    ends = [0, *itertools.accumulate(counts)]
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
+
+
+def hill_climbing(costs, num_stages, rounds=None, start=equal_counts):
+    counts = start(costs, num_stages)
+    while rounds is None or rounds > 0:
+        rounds = None if rounds is None else rounds - 1
+        tries = []
+        for stage in range(num_stages - 1):
+            for step in (1, -1):
+                moved = list(counts)
+                moved[stage] += step
+                moved[stage + 1] -= step
+                if min(moved) > 0:
+                    tries.append(moved)
+        best = min(tries, key=lambda moved: time_of(costs, moved), default=counts)
+        if time_of(costs, best) >= time_of(costs, counts):
+            break
+        counts = best
+    return counts
+
+
+def slowest_gives(costs, num_stages):
+    """A climb of its own kind: the slowest stage hands a layer to the faster of its neighbors."""
+    counts = equal_counts(costs, num_stages)
+    while True:
+        ends = [0, *itertools.accumulate(counts)]
+        times = [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
+        slow = times.index(max(times))
+        found = []
+        for other in (slow - 1, slow + 1):
+            if 0 <= other < num_stages and counts[slow] > 1:
+                moved = list(counts)
+                moved[slow] -= 1
+                moved[other] += 1
+                found.append(moved)
+        best = min(found, key=lambda moved: time_of(costs, moved), default=counts)
+        if time_of(costs, best) >= max(times):
+            return counts
+        counts = best
+
+
+def improves_a_filling(costs, num_stages):
+    return hill_climbing(costs, num_stages, start=fill_before_the_mean)
+
+
+def merging(costs, num_stages):
+    check(costs, num_stages)
+    groups = [[cost] for cost in costs]
+    while len(groups) > num_stages:
+        sums = [sum(a) + sum(b) for a, b in itertools.pairwise(groups)]
+        at = sums.index(min(sums))
+        groups[at : at + 2] = [groups[at] + groups[at + 1]]
+    return [len(group) for group in groups]
+
+
+def times(costs, num_stages):
+    ends = [0, *itertools.accumulate(recursion_with_memory(costs, num_stages))]
+    return [sum(costs[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def ends(costs, num_stages):
+    return list(itertools.accumulate(recursion_with_memory(costs, num_stages)))
+
+
 WRONG = {
     # words of the feedback, and the points of 10 that are possible: from, to
-    "equal counts": (equal_counts, "you give each stage equally many layers", (1, 4.5)),
+    "equal counts": (equal_counts, "you give each stage equally many layers. With costs", (1, 4.5)),
+    "n // k layers each": (floor_and_rest, "equally many layers and what remains to one of them", (1, 4.5)),
     "fills before the mean": (fill_before_the_mean, "up to the mean. With costs", (1, 6)),
     "fills past the mean": (fill_past_the_mean, "up to the mean. With costs", (1, 6)),
-    "cuts nearest to multiples": (cut_nearest_to_multiples, "up to the mean. With costs", (1, 8.5)),
-    "leaves the output out": (without_output, "you leave the cost of the last layer out", (2, 7.5)),
-    "leaves both ends out": (without_ends, "you leave the cost of the first and the last layer out", (2, 7.5)),
-    "least squares": (least_squares, "you make the stages as alike as possible", (5, 9.8)),
+    "fills from the end": (fill_from_the_end, "up to the mean, from the last layer to the first", (1, 6)),
+    "cuts nearest to multiples": (cut_nearest_to_multiples, "up to the mean. With costs", (1, 7)),
+    "leaves the output out": (without_output, "you leave the cost of the last layer out", (1, 7)),
+    "leaves both ends out": (without_ends, "you leave the cost of the first and the last layer out", (1, 7)),
+    "leaves the last stage out": (forgets_the_last_stage, "you leave the cost of the last stage out", (1, 4)),
+    "least squares": (least_squares, "as alike as possible (the least squares)", (3, 7)),
+    "least deviation": (least_deviation, "you make the largest deviation from the mean small", (3, 7)),
+    "least deviations": (least_deviations, "you make the sum of the deviations from the mean small", (3, 7)),
+    "least spread": (least_spread, "difference between the slowest and the fastest stage small", (3, 7)),
+    "slowest fastest stage": (slowest_fastest, "you make the fastest stage as slow as possible", (1, 7)),
+    "reversed list": (reversed_list, "you return the stages in reverse order", (1, 5)),
+    "sorts the costs": (sorted_costs, "you sort the costs before you place them", (1, 5)),
+    "halves": (halving, "you cut in two, and the parts in two again", (1, 7)),
+    "climbs": (hill_climbing, "you improve an even split while moving one layer over one cut helps", (1, 7)),
+    "climbs a step": (functools.partial(hill_climbing, rounds=1), "by a single step, or one round of steps", (1, 5)),
+    "slowest stage gives": (slowest_gives, "you improve an even split while moving one layer over one cut", (1, 7)),
+    "improves a filling": (improves_a_filling, "you stop where no single layer moved over one cut", (1, 8)),
+    "merges": (merging, "you put the two cheapest neighbors together again and again", (1, 7)),
+    "largest first, counted": (
+        lambda costs, num_stages: [len(stage) for stage in largest_first(costs, num_stages)],
+        "you give each layer to the stage with the least load so far",
+        (1, 5),
+    ),
+    "times": (times, "looks like the times of the stages: return how many layers each stage has", (0, 2)),
+    "ends": (ends, "looks like running totals, the layer at which each stage ends", (0, 2)),
+    "starts": (
+        lambda costs, num_stages: [0, *ends(costs, num_stages)[:-1]],
+        "looks like the layer with which each stage begins",
+        (0, 1),
+    ),
+    "all edges": (
+        lambda costs, num_stages: [0, *ends(costs, num_stages)],
+        "looks like the layers at which stages begin and end",
+        (0, 1),
+    ),
+    "time of the slowest": (
+        lambda costs, num_stages: max(times(costs, num_stages)),
+        "not float: this looks like the time of the slowest stage",
+        (0, 1),
+    ),
     "tries everything": (try_everything, "placements; to try all of them is no way", (7.5, 8.5)),
     "largest first": (largest_first, "the layers of a stage must follow one another", (0, 2)),
     "round robin": (round_robin, "the layers of a stage must follow one another", (0, 2)),

@@ -53,8 +53,9 @@ settings = {"train": {"num_steps": 60, "micro_batch_size": 16, "log_every": 2},
             "optimizer": {"lr_vision": 2e-3, "lr_projector": 2e-3, "lr_language": 2e-3},
             "run": {"output_dir": "runs"}, "parallel": {"strategy": "fsdp"}}
 trainer = Trainer(parse_config(settings))
-num_local = sum(p.to_local().numel() for p in trainer.model.parameters())
-print(f"rank {rank} of {world_size} on {device} holds {num_local:,} of 485,664 weights")
+weights = list(trainer.model.parameters())
+num_local, num_all = sum(w.to_local().numel() for w in weights), sum(w.numel() for w in weights)
+print(f"rank {rank} of {world_size} on {device} holds {num_local:,} of {num_all:,} weights")
 result = trainer.fit()
 loss = result.loss_last
 plot_training(result.history)""",

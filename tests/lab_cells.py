@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import nbformat
+import torch
 from nbclient import NotebookClient
 
 from vlmcourse.grading.process import QUIET_KERNEL
@@ -20,9 +21,9 @@ def read_cells(folder: str, exercise: str) -> dict[str, nbformat.NotebookNode]:
 
 
 def reference(exercise: str, *names: str) -> dict[str, object]:
-    """Run the named cells of the solution and return what they define."""
+    """Run the named cells of the solution, after the chapter's import of torch, and return what they define."""
     cells = read_cells("solutions", exercise)
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace: dict[str, object] = {"__name__": "__main__", "torch": torch}
     for name in names:
         exec(cells[name].source, namespace)
     return namespace

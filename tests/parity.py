@@ -191,6 +191,21 @@ def check_parity(reference: Recording, other: Recording, precision: str) -> None
             check_gradient(f"step {step}: gradient of {name}", gradient, expected_gradients[name], precision)
 
 
+def check_bf16_parity(reference: Recording, other: Recording) -> None:
+    """Compare the losses of all steps, and norm and gradients of the first.
+
+    Ranks round their parts of a sum to 8 bits before the parts are added; from the second step on, Adam has turned the
+    roundings of small gradients into whole updates.
+    """
+    for step, (loss, expected) in enumerate(zip(other.losses, reference.losses, strict=True)):
+        assert abs(loss - expected) <= LOSS_TOLERANCE["bf16"], f"step {step}: loss {loss} instead of {expected}"
+    norm, expected = other.grad_norms[0], reference.grad_norms[0]
+    assert abs(norm - expected) <= LOSS_TOLERANCE["bf16"] * expected, f"norm {norm} instead of {expected}"
+    assert other.gradients[0].keys() == reference.gradients[0].keys()
+    for name, gradient in other.gradients[0].items():
+        check_gradient(f"gradient of {name}", gradient, reference.gradients[0][name], "bf16")
+
+
 def check_gradient(name: str, gradient: Tensor, expected: Tensor, precision: str) -> None:
     """Raise AssertionError if one parameter's gradient differs by more than the tolerance of its type."""
     difference, length = float((gradient - expected).norm()), float(expected.norm())

@@ -6,9 +6,11 @@ Each rank writes what it recorded to FOLDER/rank<r>.pt.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -250,6 +252,9 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     small = make_batch(shape, 2, (1,), 24)
     small.pixel_values_ICHW = F.interpolate(small.pixel_values_ICHW, scale_factor=2)
     small.input_ids_BS[:] = shape.image_token_id
+    supervised = [dataclasses.replace(b, labels_BS=b.labels_BS.clamp(max=4)) for b in good]
+    masked = [dataclasses.replace(b, attention_mask_BS=~b.attention_mask_BS) for b in good]
+    assert any(not torch.equal(a.labels_BS, b.labels_BS) for a, b in zip(good, supervised, strict=True))
     steps = {
         "too few micro-batches": ("dualpipev", good[:3]),
         "no micro-batch": ("gpipe", []),
@@ -257,6 +262,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "an image token is missing on rank 1": ("gpipe", [*good[:3], short if rank else good[3]]),
         "other samples on rank 1": ("1f1b", good[::-1] if rank else good),
         "fewer micro-batches on rank 1": ("1f1b", good[:2] if rank else good),
+        "other labels on rank 1": ("gpipe", supervised if rank else good),
+        "another mask on rank 1": ("gpipe", masked if rank else good),
         "tiles of two sizes": ("gpipe", [*good, small]),
     }
     found = {}
@@ -271,6 +278,35 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         assert time.perf_counter() - started_s < 5, name
         losses = pipe.forward_backward(good)  # the pipeline still works
         assert len(losses) == 4
+    return found
+
+
+def note_type(seen: list[tuple[int, str]], stage: int, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+    seen.append((stage, str(output.dtype)))
+
+
+def precisions(mesh: DeviceMesh) -> dict[str, Any]:
+    """Run a step in fp32, one under autocast and one in fp32 again; return in which type the blocks of a rank computed.
+
+    One schedule has two stages a rank.
+    """
+    found: dict[str, Any] = {}
+    for schedule in ("gpipe", "interleaved"):
+        pipe = build_pipeline(Case(schedule), mesh)
+        step = make_step(pipe.stages[0].shape, "pictures", 4)
+        seen: list[tuple[int, str]] = []
+        for stage in pipe.stages:
+            for block in [*stage.vision.blocks, *stage.language.blocks]:
+                linear = next(module for module in block.modules() if isinstance(module, nn.Linear))
+                linear.register_forward_hook(partial(note_type, seen, stage.stage))
+        for precision in (
+            contextlib.nullcontext,
+            partial(torch.autocast, "cpu", torch.bfloat16),
+            contextlib.nullcontext,
+        ):
+            pipe.forward_backward(step, precision=precision)
+            found.setdefault(schedule, []).append(sorted(set(seen)))
+            seen.clear()
     return found
 
 
@@ -309,6 +345,7 @@ def main(folder: Path) -> None:
             found["bugs"][name] = train(case, everyone if case.dp == "single" else halves, num_steps=2)
     if ranks.world_size == 2:
         found["refusals"] = refusals(everyone)
+        found["precisions"] = precisions(everyone)
         found["shapes kept"] = shapes_kept(everyone)
     found["wrappers"] = wrapper_refusals(halves) if ranks.world_size == 4 else {}
     found["timelines"] = timelines(everyone)

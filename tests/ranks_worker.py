@@ -7,21 +7,25 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from parity import awkward_samples, build_trainer, parity_config, small_shape
+from parity import AwkwardTrainer, awkward_samples, build_trainer, parity_config, small_shape
 from torch import nn
 
 from vlmcourse.config import ParallelConfig, TrainConfig
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Message, Sample
-from vlmcourse.models.vlm import build_model
+from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.parallel.apply import apply_strategy, check_equal_weights, check_strategy
 from vlmcourse.parallel.comm import max_over_ranks, sum_over_ranks
+from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.fsdp import apply_fsdp
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.presets import VLMShape, get_model
+from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.trainer import Trainer
 
 WORDS = ("left", "right", "seven", "two twos")
@@ -116,9 +120,9 @@ def check_evaluation(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def check_refusals(ranks: Ranks) -> dict[str, str]:
     """Collect what is said about models that are not what their strategy claims."""
 
-    def message_of(model: nn.Module, strategy: str) -> str:
+    def message_of(model: nn.Module, strategy: str, prefetch: int = 0) -> str:
         try:
-            check_strategy(model, ParallelConfig(strategy=strategy), ranks)
+            check_strategy(model, ParallelConfig(strategy=strategy, prefetch=prefetch), ranks)
         except (ValueError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return "accepted"
@@ -139,6 +143,10 @@ def check_refusals(ranks: Ranks) -> dict[str, str]:
     found["fsdp"] = message_of(fsdp, "fsdp")
     found["fsdp called ddp"] = message_of(fsdp, "ddp")
     found["fsdp called zero2"] = message_of(fsdp, "zero2")
+    found["fsdp called fsdp with prefetch"] = message_of(fsdp, "fsdp", prefetch=1)
+    ahead = apply_fsdp(build_model(small_shape(), seed=0), ranks, prefetch=2)
+    found["fsdp with prefetch"] = message_of(ahead, "fsdp", prefetch=2)
+    found["prefetch of 2 called 1"] = message_of(ahead, "fsdp", prefetch=1)
     zero2 = apply_fsdp(build_model(small_shape(), seed=0), ranks, reshard_after_forward=False)
     found["zero2"] = message_of(zero2, "zero2")
     found["zero2 called fsdp"] = message_of(zero2, "fsdp")
@@ -151,6 +159,46 @@ def check_refusals(ranks: Ranks) -> dict[str, str]:
     unsharded = apply_fsdp(build_model(small_shape(), seed=0), ranks, mesh=one_rank_mesh["dp_shard"])
     found["fsdp over one rank"] = message_of(unsharded, "fsdp")
     return found
+
+
+def check_exchanges(ranks: Ranks) -> dict[str, dict[str, int]]:
+    """Count the collectives of the third step: with one and four micro-batches, and with a frozen vision tower."""
+    found = {}
+    for strategy, steps, prefetch, case in (
+        *((strategy, steps, 0, "all towers") for strategy in ("ddp", "fsdp", "zero2") for steps in (1, 4)),
+        *(("fsdp", 1, prefetch, "vision frozen") for prefetch in (0, 1, 2)),
+    ):
+        config = parity_config(strategy, steps, 2, case)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, prefetch=prefetch))
+        trainer = build_trainer(config, ranks, seed=0)
+        trainer.train_step()
+        trainer.train_step()  # DDP arranges its buckets in the first
+        with CollectiveCounter() as counter:
+            trainer.train_step()
+        calls = {kind: count.calls for kind, count in counter.counts.items()}
+        found[f"{strategy}, {steps} micro-batches, prefetch={prefetch}, {case}"] = calls
+    return found
+
+
+def check_own_start(ranks: Ranks) -> dict[str, Any]:
+    """Let trainers build their own model; return on which devices, and the losses beside those of a model handed in."""
+    devices, real = [], trainer_module.build_model
+
+    def build(shape: VLMShape, *, device: str, seed: int) -> VLM:
+        devices.append(device)
+        return real(shape, device=device, seed=seed)
+
+    losses = {}
+    for strategy in ("fsdp", "zero2", "ddp"):
+        config = parity_config(strategy, 1, 2, "all towers")
+        for start in ("own", "handed in"):
+            model = build_model(get_model("tiny"), seed=config.run.seed) if start == "handed in" else None
+            with mock.patch.object(trainer_module, "build_model", build):
+                trainer = AwkwardTrainer(
+                    config, ranks, model=model, train_data=awkward_samples(), eval_data=(), show_progress=False
+                )
+            losses[f"{strategy}, {start}"] = [trainer.train_step().loss for _ in range(2)]
+    return {"devices": devices, "losses": losses}
 
 
 def check_ledgers(ranks: Ranks) -> dict[str, list[float]]:
@@ -188,6 +236,8 @@ def main(folder: Path) -> None:
         "refusals": check_refusals(ranks),
         "ledgers": check_ledgers(ranks),
         "empty step": check_empty_step(ranks),
+        "exchanges": check_exchanges(ranks),
+        "own start": check_own_start(ranks),
     }
     check_equal_weights(build_model(small_shape(), seed=0), ranks)
     trainer = Trainer(

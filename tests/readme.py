@@ -21,6 +21,11 @@ def notebook_cells() -> list[str]:
     return _blocks("python", "In a notebook")
 
 
+def toml_blocks(section: str) -> list[str]:
+    """Return the TOML of one section."""
+    return _blocks("toml", section)
+
+
 def _blocks(language: str, section: str) -> list[str]:
     start = README.index(f"\n## {section}\n") if section else 0
     end = README.find("\n## ", start + 1) if section else len(README)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from tensor_cases import CASES, QK_NORM, WEIGHT_SEED, Case, build_case, load_bat
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import RowwiseParallel
 
@@ -252,6 +253,42 @@ def mlp_not_split() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def smallest_logit_subtracted() -> Iterator[None]:
+    """The softmax is shifted by the smallest of the ranks' largest logits, not by the largest."""
+
+    def other(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN if op == dist.ReduceOp.MAX else op, group=group)
+
+    with mock.patch.object(vocabulary, "dist", SimpleNamespace(all_reduce=other, ReduceOp=dist.ReduceOp)):
+        yield
+
+
+def far_logits() -> tuple[Tensor, Tensor]:
+    """Return logits [1, 4, 8] whose halves are 400 apart, and labels on either side."""
+    logits_BSV = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
+    logits_BSV[:, ::2] += torch.tensor(200.0).repeat(8).where(torch.arange(8) < 4, -200.0)
+    logits_BSV[:, 1::2] += torch.tensor(-200.0).repeat(8).where(torch.arange(8) < 4, 200.0)
+    return logits_BSV, torch.tensor([[1, 2, 6, 7]])
+
+
+def far_loss(mesh: DeviceMesh) -> tuple[float, Tensor]:
+    """Return the split loss of `far_logits` and this rank's part of its gradient."""
+    logits_BSV, labels_BS = far_logits()
+    part_BSV = logits_BSV.chunk(2, dim=-1)[mesh.get_local_rank()].clone().requires_grad_()
+    loss = token_loss_sum(DTensor.from_local(part_BSV, mesh, [Shard(2)]), labels_BS)
+    loss.backward()
+    assert part_BSV.grad is not None
+    return loss.item(), part_BSV.grad
+
+
+def far_losses(mesh: DeviceMesh) -> dict[str, tuple[float, Tensor]]:
+    """Compute the loss of `far_logits` as it is, and with a bug."""
+    with smallest_logit_subtracted():
+        planted = far_loss(mesh)
+    return {"real": far_loss(mesh), "smallest logit subtracted": planted}
+
+
 BUGS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = {
     "row bias added by every rank": ("split", bias_on_every_rank),
     "norm over the local width": ("split, norms of queries and keys", norm_of_the_local_width),
@@ -341,6 +378,7 @@ def on_two_ranks() -> dict[str, Any]:
     return {
         "runs": {name: run(CASES[name], mesh) for name in ON_TWO},
         "bugs": {name: run_bug(name, mesh) for name in BUGS},
+        "far losses": far_losses(mesh),
         "refusals": refusals(mesh),
         "generated": {name: generate_ids(name, mesh) for name in ("split", "padded vocabulary, tied")},
         "collectives": {name: count_collectives(CASES[name], mesh) for name in ("split", "split, whole sequence")},
@@ -366,10 +404,11 @@ def on_four_ranks() -> dict[str, Any]:
     """Run `tp` of 4, and FSDP2 x `tp` of 2 x 2."""
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    return {
-        "runs": {name: run(case, line) for name, case in FOUR.items()},
-        "fsdp": {name: run_fsdp(CASES[name], square) for name in TWO_BY_TWO},
-    }
+    runs = {name: run(case, line) for name, case in FOUR.items()}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fsdp = {name: run_fsdp(CASES[name], square) for name in TWO_BY_TWO}
+    return {"runs": runs, "fsdp": fsdp, "warnings": [str(warning.message) for warning in warned]}
 
 
 def main(folder: Path) -> None:

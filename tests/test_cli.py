@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from vlmcourse import cli
 from vlmcourse.commands import train
 from vlmcourse.commands.train import JSON_KEYS, parse_overrides
 from vlmcourse.config import ConfigError, load_config
+from vlmcourse.planner.hf_config import hf_config_from_shape
+from vlmcourse.presets import get_model
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs" / "tiny.toml")
@@ -77,7 +80,7 @@ def test_every_command_explains_its_arguments(command: str, capsys: pytest.Captu
         (["train"], "required: config"),
         (["train", TINY, "--procs", "2"], "unrecognized arguments: --procs 2; --procs: did you mean '--nproc'?"),
         (["train", TINY, "--jsn=1"], "unrecognized arguments: --jsn=1; --jsn: did you mean '--json'?"),
-        (["train", TINY, "--nproc", "2", "--foo"], "--foo: choose one of --help, --verbose, --nproc, --set"),
+        (["train", TINY, "--nproc", "2", "--foo"], "--foo: choose one of --help, --verbose, --set, --nproc"),
         (["train", TINY, "other.toml"], "unrecognized arguments: other.toml\n"),
         (["--foo", "train", TINY], "--foo: choose one of --help, --version"),
         (["train", TINY, "--nproc", "two"], "invalid int value: 'two'"),
@@ -103,6 +106,10 @@ def test_wrong_arguments_are_explained(argv: list[str], words: str, capsys: pyte
         (["train", TINY, "--nproc", "0"], "0 ranks: must be from 1 to 64"),
         (["train", TINY, "--nproc", "2", "--set", "parallel.strategy=single"], "'single' with 2 ranks"),
         (["train", TINY, "--nproc", "9999"], "must be from 1 to 64"),
+        (
+            ["train", TINY, "--nproc", "2", "--set", "data.num_train_samples=8"],
+            "data.num_train_samples = 8: one optimizer step takes 16 x 1 x 2 = 32 samples",
+        ),
         (["train", TINY, "--nproc", "2", "--resume", "nowhere"], "There is no checkpoint in 'nowhere'"),
         (
             ["train", TINY, "--nproc", "2", "--set", "data.dataset=llava", "--set", "data.path=nix.json"]
@@ -124,6 +131,50 @@ def test_what_cannot_run_is_refused_before_any_rank_starts(
     assert message.startswith("vlmcourse train: ")
     assert words in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_model_in_a_folder_is_looked_at_before_any_rank_starts(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start_ranks", lambda args, config: 0)
+    shape = dataclasses.replace(get_model("tiny"), vision=dataclasses.replace(get_model("tiny").vision, num_heads=1))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_from_shape(shape, "float32")), encoding="utf-8")
+    ranks = ["--target", "slurm", "--nproc-per-node", "2"] if command == "launch" else ["--nproc", "2"]
+    argv = [command, TINY, *ranks, "--set", f"model.hf_folder={tmp_path}", "--set", f"run.output_dir={tmp_path}"]
+    split = ["--set", "parallel.strategy=single", "--set", "parallel.tp=2"]
+    assert cli.main([*argv, *split]) == 2
+    assert f"The model '{tmp_path.name}' cannot be split" in (said := capsys.readouterr().err)
+    assert "vision_tp=2 does not divide 1 vision heads" in said
+    if command == "train":  # where a cluster's weights are, only the cluster knows
+        assert cli.main(argv) == 2
+        assert "it has neither model.safetensors nor model.safetensors.index.json" in capsys.readouterr().err
+        index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        (tmp_path / "1.safetensors").touch()
+        assert cli.main(argv) == 2
+        assert "1 of 2 files of weights are not there, the first is 2.safetensors" in capsys.readouterr().err
+        (tmp_path / "2.safetensors").touch()
+    assert cli.main(argv) == 0
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    assert cli.main(argv) == 2 and "config.json is not JSON" in capsys.readouterr().err
+
+
+def test_a_verbose_start_says_which_rank_will_hold_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start_ranks", lambda args, config: 0)
+    argv = [*arguments(tmp_path, parallel__strategy="auto"), "--nproc", "2"]
+    assert cli.main(argv) == 0 and capsys.readouterr().out == ""
+    assert cli.main([*argv, "-v"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["rank", "dp_replicate", "samples", "layers", "weights"],
+        ["0", "0", "part", "0", "of", "2", "all", "whole"],
+        ["1", "1", "part", "1", "of", "2", "all", "whole"],
+    ]
 
 
 @pytest.mark.parametrize("ranks", [["--nproc", "2"], ["--set", "parallel.strategy=single"]])
@@ -167,17 +218,32 @@ def test_an_interrupted_run_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pointer = tmp_path / "tiny" / "checkpoints" / "latest"
+
     def interrupt(*args: object, **kwargs: object) -> int:
+        raise KeyboardInterrupt
+
+    def save_and_interrupt(*args: object, **kwargs: object) -> int:
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.write_text("step_000002\n", encoding="utf-8")
         raise KeyboardInterrupt
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(train, stopped, interrupt)
     assert cli.main([*arguments(tmp_path), *ranks]) == 130
     shown = capsys.readouterr()
-    assert f"vlmcourse train: {words} There is no checkpoint to go on from" in shown.err
+    none = f"vlmcourse train: {words} This run has saved no checkpoint to go on from"
+    assert none in shown.err
     assert shown.out.startswith("starting 2 ranks;" if "--nproc" in ranks else "")
-    (tmp_path / "tiny" / "checkpoints" / "latest").mkdir(parents=True)
+    monkeypatch.setattr(train, stopped, save_and_interrupt)
     assert cli.main([*arguments(tmp_path), *ranks]) == 130
+    assert f"{words} Go on from the last checkpoint with --resume." in capsys.readouterr().err
+    monkeypatch.setattr(train, stopped, interrupt)
+    assert cli.main([*arguments(tmp_path), *ranks]) == 130
+    assert none in capsys.readouterr().err, "the checkpoint is an earlier run's, and --resume would go on with that run"
+    (pointer.parent / "step_000002").mkdir()
+    (pointer.parent / "step_000002" / "meta.json").write_text('{"step": 2}', encoding="utf-8")
+    assert cli.main([*arguments(tmp_path), *ranks, "--resume"]) == 130
     assert f"{words} Go on from the last checkpoint with --resume." in capsys.readouterr().err
 
 
@@ -244,7 +310,7 @@ def test_an_adaptive_pipeline_tells_what_it_decided(tmp_path: Path) -> None:
     done = vlmcourse(*argv, "--nproc", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     # Two steps to warm up and three to measure; what is decided depends on the times.
-    assert re.search(r"step 5: layers (move|stay): .*\(slowest stage \S+ ms -> \S+ ms a micro-batch", done.stdout)
+    assert re.search(r"step 5: layers (move|stay): .*\(a step \S+ ms -> \S+ ms by the measured times", done.stdout)
     assert "single on 2 rank(s) (pp 2), 7 steps" in done.stdout
 
 
@@ -349,4 +415,4 @@ def test_a_run_that_has_made_all_its_steps_is_not_resumed_and_a_new_one_says_whe
     assert f"but {num_steps} steps are done: nothing is left; raise it" in capsys.readouterr().err
     assert cli.main([*argv, "--set", f"train.num_steps={num_steps + 1}", "--resume"]) == 0
     assert cli.main(argv) == 0
-    assert capsys.readouterr().out == f"the earlier run in {tmp_path}/tiny is kept as {tmp_path}/tiny.1\n"
+    assert capsys.readouterr().out == f"the earlier run in {tmp_path}/tiny will be kept as {tmp_path}/tiny.1\n"

@@ -38,19 +38,28 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def run_slurm(text: str, folder: Path) -> list[list[str]]:
-    """Run a batch script with stand-ins for Slurm's programs; return the arguments that each was called with."""
+def run_slurm(text: str, folder: Path, *, job: int = 7, code: int = 0) -> list[list[str]]:
+    """Run a batch script with stand-ins for Slurm's programs; return the arguments that each was called with.
+
+    Args:
+        text: the script; it runs in plain bash, as Slurm would run it.
+        folder: where it runs.
+        job: the number that Slurm gives it.
+        code: the exit code that it must have.
+    """
     tools, seen = folder / "tools", folder / "seen"
-    tools.mkdir()
+    tools.mkdir(exist_ok=True)
+    seen.write_text("")
     for name in ("srun", "scontrol"):
         answer = 'printf "node3\\nnode4\\n"' if name == "scontrol" else "true"
         (tools / name).write_text(
             f"#!/bin/bash\nprintf '%s\\0' {name} \"$@\" >> {seen}\nprintf '\\n' >> {seen}\n{answer}\n"
         )
         (tools / name).chmod(0o755)
-    variables = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "HOME": "/nobody"}
+    variables = {"SLURM_JOB_NODELIST": "node[3-4]", "SLURM_NNODES": "2", "SLURM_JOB_ID": str(job), "HOME": "/nobody"}
     environment = os.environ | variables | {"PATH": f"{tools}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-eu"], input=text, text=True, env=environment, cwd=folder, check=True, timeout=60)
+    done = subprocess.run(["bash"], input=text, text=True, env=environment, cwd=folder, timeout=60)
+    assert done.returncode == code
     return [line.split("\0")[:-1] for line in seen.read_text().split("\n")[:-1]]
 
 
@@ -66,7 +75,44 @@ def test_a_slurm_script_hands_every_word_on_as_it_was(
     assert calls[0] == ["scontrol", "show", "hostnames", "node[3-4]"]
     torchrun = ["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-id", "7"]
     train = ["-m", "vlmcourse.cli", "train", str(config), "--set", "run.name=a b"]
-    assert calls[1] == ["srun", *torchrun, "--rdzv-endpoint", "node3:29400", *train]
+    assert calls[1] == ["srun", *torchrun, "--rdzv-endpoint", "node3:20007", *train]
+
+
+def test_two_slurm_jobs_meet_on_ports_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their first machine may be the same, and the second job of one port would end the first or itself."""
+    text = launch(capsys, "--target", "slurm", "--nodes", "2")
+    endpoints = [run_slurm(text, tmp_path, job=job)[1][11] for job in (1234567, 1234568)]
+    assert endpoints == ["node3:24567", "node3:24568"]
+    chosen = launch(capsys, "--target", "slurm", "--nodes", "2", "--port", "1234")
+    assert run_slurm(chosen, tmp_path)[1][11] == "node3:1234"
+
+
+@pytest.mark.parametrize("line", ["false", "no-such-program", "false | true", "source no/such/activate"])
+def test_a_slurm_script_starts_nothing_after_a_setup_that_failed(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = launch(capsys, "--target", "slurm", "--setup", line, "--setup", "true")
+    codes = {"no-such-program": 127}
+    assert run_slurm(text, tmp_path, code=codes.get(line, 1)) == []
+    assert len(run_slurm(launch(capsys, "--target", "slurm", "--setup", "unset HOME"), tmp_path)) == 2
+
+
+def test_ranks_on_cpu_cores_see_no_gpu_whatever_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm = launch(capsys, "--target", "slurm", "--cpu", "--nodes", "2")
+    assert run_slurm(slurm, tmp_path)[1][:4] == ["srun", "env", "CUDA_VISIBLE_DEVICES=", "torchrun"]
+    assert "CUDA_VISIBLE_DEVICES" not in launch(capsys, "--target", "slurm", "--nodes", "2")
+    for flags, variables in ((["--cpu"], [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}]), ([], None)):
+        _, job = read_job(launch(capsys, "--target", "k8s", "--image", "x", "--nodes", "2", *flags))
+        for part in job["spec"]["pytorchReplicaSpecs"].values():
+            (container,) = part["template"]["spec"]["containers"]
+            assert container.get("env") == variables
+
+
+def test_pods_take_a_folder_that_says_where_they_write(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target", "k8s", "--image", "x", "--claim", "runs", "--set", "run.output_dir=/runs", "--resume"]
+    _, job = read_job(launch(capsys, *flags))
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    assert container["command"][-5:] == ["--set", "run.output_dir=/runs", "--resume", "--set", "run.output_dir=/runs"]
 
 
 def test_a_slurm_script_asks_for_what_the_flags_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,6 +244,12 @@ def test_one_host_needs_no_meeting_place(capsys: pytest.CaptureFixture[str]) -> 
         (["--target", "k8s", "--image", "x", "--namespace", "A"], "--namespace 'A': must be"),
         (["--target", "k8s", "--image", "x", "--claim", "a_b"], "--claim 'a_b': must be"),
         (["--target", "k8s", "--image", "x", "--memory", "lots"], "--memory 'lots': must be a number with a unit"),
+        (["--target", "k8s", "--image", "x", "--claim", ""], "--claim '': must not be empty"),
+        (["--target", "k8s", "--image", "x", "--set", "run.output_dir=/data"], "a run writes to /runs, where --claim"),
+        (["--target", "k8s", "--image", "x", "--resume"], "--resume without --claim: pods start with an empty folder"),
+        (["--target", "k8s", "--image", "x", "--port", "1"], "--port: has no meaning for --target k8s, only for slurm"),
+        (["--target", "slurm", "--port", "0"], "--port 0: must be from 1 to 65535"),
+        (["--target", "torchrun", "--hosts", ""], "--hosts '': must be a host name"),
         (["--target", "torchrun", "--nodes", "2"], "--nodes 2 without --hosts"),
         (["--target", "torchrun", "--nodes", "3", "--hosts", "a,b"], "--nodes 3: --hosts names 2"),
         (["--target", "torchrun", "--hosts", "a,a"], "names a machine twice"),

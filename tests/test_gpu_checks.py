@@ -117,6 +117,24 @@ def test_a_training_run_gives_what_the_checks_read(bench: ModuleType, monkeypatc
         bench.train("ddp", 1)
 
 
+@pytest.mark.parametrize(
+    ("machine", "fit", "words"),
+    [
+        ("2 ranks, nccl, H100", "3 %", ""),
+        ("2 ranks, gloo, 2 cores", "3 %", "not measured over NCCL"),
+        ("2 ranks, nccl, H100", "40 %, poor fit", "no straight line fits all-to-all: "),
+    ],
+)
+def test_links_count_as_measured_over_nccl_and_with_a_good_fit_only(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, machine: str, fit: str, words: str
+) -> None:
+    table = f"Machine: {machine}, torch 2\n\n| all-reduce | 9 | 200 | 2 % | 1 ms |\n| all-to-all | 9 | 200 | {fit} |\n"
+    done = subprocess.CompletedProcess([], 0, table, "")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: done)
+    outcome, seen = bench.run_check(bench.Check("links", 2, bench.check_links), 2)
+    assert (outcome, words in seen) == ("FAILED" if words else "passed", True)
+
+
 @pytest.mark.notebook
 def test_the_cell_of_the_forked_ranks_runs(bench: ModuleType) -> None:
     seen = bench.run_forked_cell()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from vlmcourse.config import ConfigError, parse_config
-from vlmcourse.layout import AXES, STRATEGIES, Layout, ParallelConfig, find_layout, sequence_multiple
-from vlmcourse.planner.degrees import check_shape_divides, resolve_auto
+from vlmcourse.layout import AXES, SCHEDULES, STRATEGIES, Layout, ParallelConfig, find_layout, sequence_multiple
+from vlmcourse.planner.degrees import check_shape_divides, resolve_auto, settle
 from vlmcourse.presets import get_model
 
 
@@ -40,9 +42,14 @@ def test_ranks_are_spread_over_the_axes(config: ParallelConfig, world_size: int,
     ("config", "world_size", "words"),
     [
         (ParallelConfig(), 2, "'single' with 2 ranks: each would train a model of its own"),
-        (ParallelConfig(tp=2), 4, "each of 2 (tp x cp x pp) would train a model of its own"),
+        (ParallelConfig(tp=2), 4, "each group of 2 (tp x cp x pp) would train a model of its own"),
         (ParallelConfig(strategy="ddp"), 1, "'ddp' with 1 rank: .*start 2 with '--nproc 2'"),
-        (ParallelConfig(strategy="fsdp", tp=2), 2, "start 4 with '--nproc 4'"),
+        (
+            ParallelConfig(strategy="fsdp", tp=2),
+            2,
+            "'fsdp' with 2 ranks: it shares samples between 2 or more; tp x cp x pp = 2 x 1 x 1 = 2 takes all of them, "
+            "and nothing is left to share; start 4 with '--nproc 4'",
+        ),
         (ParallelConfig(strategy="fsdp", tp=2), 3, "= 2 does not divide 3 rank"),
         (ParallelConfig(strategy="fsdp", tp=2, cp=2, pp=2), 4, "2 x 2 x 2 = 8 does not divide 4"),
         (ParallelConfig(strategy="hsdp", dp_replicate=3), 8, "3 x 2 with 8 data-parallel"),
@@ -71,6 +78,16 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(config: ParallelConfig, wo
         ({"strategy": "fsdp", "adaptive": True}, "pp must be 2 or more and tp 1"),
         ({"strategy": "fsdp", "compression": "fp16"}, "only ddp has a hook for it"),
         ({"strategy": "ddp", "prefetch": 1}, "it gathers no weights ahead"),
+        ({"strategy": "auto", "vision_heads": "mlp_only"}, "vision_heads = 'mlp_only': strategy = 'auto' chooses it"),
+        ({"strategy": "auto", "cp_order": "contiguous"}, "cp_order = 'contiguous' with cp = 1"),
+        (
+            {"strategy": "fsdp", "tp": 2, "vision_tp": 1, "vision_heads": "mlp_only"},
+            "with vision_tp = 1: each rank",
+        ),
+        ({"strategy": "fsdp", "vision_heads": "pad_heads"}, "'pad_heads' with tp = 1: .* leave it out"),
+        ({"strategy": "fsdp", "cp_method": "ulysses"}, "cp_method = 'ulysses' with cp = 1: .* leave it out"),
+        ({"strategy": "fsdp", "cp_order": "contiguous"}, "cp_order = 'contiguous' with cp = 1: .* leave it out"),
+        ({"strategy": "fsdp", "pp_schedule": "gpipe"}, "pp_schedule = 'gpipe' with pp = 1: .* leave it out"),
         ({"strategy": "fsdp", "tp": 0}, "must be 1 or greater"),
         ({"strategy": "fsdp", "cp_method": "rings"}, "did you mean 'ring'"),
         ({"strategy": "fsdp", "pp_schedule": "1F1B"}, "choose one of gpipe, 1f1b"),
@@ -99,6 +116,20 @@ def test_every_rank_has_a_position_of_its_own_and_groups_are_its_lines(layout: L
     # The innermost axis talks most, so its ranks are neighbours.
     assert layout.group_of(0, "tp") == tuple(range(layout.tp))
     assert {layout.dp_rank(rank) for rank in ranks} == set(range(layout.dp_degree))
+
+
+def test_a_layout_prints_itself_as_ranks_coordinates_and_samples() -> None:
+    assert Layout(pp=2, dp_shard=2).table() == (
+        "rank  pp  dp_shard  samples\n"
+        "0     0   0         part 0 of 2\n"
+        "1     0   1         part 1 of 2\n"
+        "2     1   0         part 0 of 2\n"
+        "3     1   1         part 1 of 2"
+    )
+    assert Layout(tp=2).table() == "rank  tp  samples\n0     0   all\n1     1   all"
+    assert Layout().table() == "rank  samples\n0     all"
+    long = Layout(dp_replicate=1000).table().splitlines()
+    assert len(long) == 34 and long[-1] == "... and 968 ranks more"
 
 
 def test_a_rank_outside_the_grid_is_refused() -> None:
@@ -167,6 +198,50 @@ def test_auto_chooses_by_the_number_of_ranks_and_says_why(
     assert reason in why
     assert chosen.problems() == []
     find_layout(chosen, world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "accumulation_steps", "expected", "reason"),
+    [
+        (32, {}, 4, {"tp": 4, "pp": 4, "vision_heads": "mlp_only"}, "32 ranks, more than 16: .* over the rest$"),
+        (32, {}, 1, {}, "; but a step of 1 micro-batch with pp=4, and 1f1b needs at least 4, so shards .fsdp. alone$"),
+        (
+            32,
+            {"pp_schedule": "gpipe"},
+            1,
+            {"tp": 4, "pp": 4, "vision_heads": "mlp_only", "pp_schedule": "gpipe"},
+            "over the rest$",
+        ),
+        (
+            32,
+            {"pp_schedule": "zbv"},
+            8,
+            {},
+            "; but zbv over fsdp leaves gradients out in silence, so shards .fsdp. alone; parallel.pp_schedule = 'zbv' "
+            "is not used, since there is no pipeline$",
+        ),
+        (8, {"pp_schedule": "gpipe"}, 1, {"tp": 2, "vision_tp": 1}, "'gpipe' is not used"),
+        (1000, {}, 8, {}, "^1,000 ranks, more than 16: .*; but 16 does not divide 1,000, so shards .fsdp. alone$"),
+    ],
+)
+def test_auto_never_chooses_what_the_checks_refuse(
+    world_size: int, parallel: dict[str, Any], accumulation_steps: int, expected: dict[str, Any], reason: str
+) -> None:
+    asked = parse_config({"parallel": {"strategy": "auto", **parallel}}).parallel
+    chosen, why = settle(asked, world_size, get_model("internvl2-26b"), accumulation_steps)
+    assert chosen == ParallelConfig(strategy="fsdp", **expected)
+    assert re.search(reason, why), why
+    assert chosen.problems() == []
+    assert settle(chosen, world_size, get_model("internvl2-26b"), accumulation_steps) == (chosen, "")
+
+
+@pytest.mark.parametrize("model", ["tiny", "internvl2-1b", "internvl2-26b"])
+def test_auto_can_be_used_with_every_number_of_ranks_and_schedule(model: str) -> None:
+    for world_size, steps, schedule in product((*range(1, 20), 32, 48, 1000), (1, 4, 7, 8), SCHEDULES):
+        asked = ParallelConfig(strategy="auto", pp_schedule=schedule)
+        chosen, why = settle(asked, world_size, get_model(model), steps)
+        assert chosen.strategy != "auto" and why and chosen.problems() == []
+        assert settle(chosen, world_size, get_model(model), steps) == (chosen, "")
 
 
 def test_a_named_strategy_is_left_alone() -> None:

@@ -261,6 +261,15 @@ def test_the_vision_tower_runs_without_images_only_when_it_must(training, grad, 
     assert len(seen) == calls
 
 
+@pytest.mark.parametrize("num_tiles", [1, 2])
+def test_every_gradient_lies_in_memory_as_its_weight_does(num_tiles: int):
+    model = build()
+    ids, pixels = batch(num_tiles)
+    model(ids, pixels).sum().backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None and weight.grad.stride() == weight.stride(), name
+
+
 def saved_bytes(model: VLM, ids: Tensor, pixels: Tensor, tower: str) -> int:
     """Bytes that autograd keeps from the forward pass of one tower."""
     kept = 0

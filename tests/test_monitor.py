@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from vlmcourse.monitor.ledger import measure_ledger
+from vlmcourse.monitor import step_cost
+from vlmcourse.monitor.ledger import Ledger, measure_ledger
 from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
 from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
 
@@ -114,3 +117,28 @@ def test_a_new_run_starts_empty_logs(tmp_path: Path) -> None:
     path.write_text('{"step": 9}\n', encoding="utf-8")
     JsonlLogger(path).close()
     assert path.read_text() == ""
+
+
+def test_a_step_is_timed_from_and_to_moments_when_the_gpu_has_nothing_left_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's work is queued: without waiting, a clock would show how long it takes to ask for it."""
+    events: list[str] = []
+    now_s = 0.0
+
+    def note(event: str) -> float:
+        nonlocal now_s
+        events.append(event)
+        now_s += 1
+        return now_s
+
+    model: Any = nn.Linear(2, 2)
+    weight = SimpleNamespace(device=torch.device("cuda", 0))  # as far as the timing goes
+    model.parameters = lambda: iter([weight])
+    trainer = SimpleNamespace(model=model, optimizer=None, train_step=lambda: note("step"))
+    monkeypatch.setattr(step_cost, "time", SimpleNamespace(perf_counter=lambda: note("clock")))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: note(f"wait for {device}"))
+    monkeypatch.setattr(step_cost, "measure_ledger", lambda model, optimizer: Ledger(1, 2, 3))
+    costs: Any = step_cost.measure_step_costs({"it": trainer}, num_warmup=0, num_timed=1)  # type: ignore[arg-type]
+    assert events[:5] == ["wait for cuda:0", "clock", "step", "wait for cuda:0", "clock"]
+    assert costs["it"].step_s == 3

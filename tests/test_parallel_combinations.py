@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from combinations import COMBINATIONS, Combination, run
-from parity import Recording, check_parity, load
+from combinations import COMBINATIONS, NUM_STEPS, Combination, run
+from parity import Recording, check_bf16_parity, check_parity, load
 from ranks import run_worker
 
 from vlmcourse.parallel.ranks import Ranks
@@ -43,6 +43,26 @@ def test_a_combination_matches_one_process_at_every_step(recorded: dict[str, lis
     for recording in recorded[name]:
         assert isinstance(recording, Recording), recording
         assert len(recording.losses) == len(expected.losses)
+        if combination.precision == "bf16":
+            check_bf16_parity(expected, recording)
+            continue
         check_parity(expected, recording, combination.precision)
         for weight, value in recording.weights.items():
             assert torch.allclose(value, expected.weights[weight], rtol=0, atol=1e-5), weight
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_ranks_draw_the_same_random_numbers_exactly_where_they_share_samples(
+    recorded: dict[str, list[Recording | str]], name: str
+) -> None:
+    draws: dict[str, list[list[float]]] = {}
+    for recording in recorded[name]:
+        assert isinstance(recording, Recording), recording
+        draws.setdefault(str(recording.sample_ids), []).append(recording.draws)
+    combination = COMBINATIONS[name]
+    num_sharing = 1
+    for axis in ("tp", "cp", "pp"):
+        num_sharing *= combination.parallel.get(axis, 1)
+    assert [len(of_group) for of_group in draws.values()] == [num_sharing] * (combination.world_size // num_sharing)
+    assert all(drawn == of_group[0] for of_group in draws.values() for drawn in of_group)
+    assert len({number for of_group in draws.values() for number in of_group[0]}) == len(draws) * NUM_STEPS

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from holdings_worker import CASES
 from ranks import run_worker
 
+from vlmcourse.config import parse_config
 from vlmcourse.parallel.holdings import LayerShare, RankHoldings, layer_of, layers_of, tabulate_holdings
 from vlmcourse.parallel.timeline import Action, bubble_fraction, makespan_s, mean_costs, replay_actions
 from vlmcourse.planner import count_params
+from vlmcourse.planner.grid import list_shares
 from vlmcourse.planner.schedules import ideal_bubble_fraction
 from vlmcourse.presets import get_model
 
@@ -110,8 +114,46 @@ def test_pipeline_ranks_hold_other_layers(found: list[dict[str, Any]]) -> None:
     assert set(first.inputs) == {"vision 0", "vision 1"} and first.inputs["vision 0"][0] == 8
 
 
+@pytest.mark.parametrize("name", CASES[2])
+def test_the_table_made_before_the_start_says_what_ranks_then_hold(found: list[dict[str, Any]], name: str) -> None:
+    check_announced(reported(found, name), CASES[2][name][2])
+
+
+def check_announced(holders: list[RankHoldings], parallel: dict[str, Any]) -> None:
+    """Compare live ranks with the words of `list_shares`."""
+    config = parse_config({"parallel": parallel}).parallel
+    samples = {}
+    for share, holder in zip(list_shares(config, len(holders), TINY), holders, strict=True):
+        assert (share.rank, share.coordinates) == (holder.rank, holder.coordinates)
+        assert samples.setdefault(share.samples, set(holder.sample_ids)) == set(holder.sample_ids)
+        named = layers_of(TINY) if share.layers == "all" else spell_out(share.layers)
+        assert tuple(named) == holder.own_layers
+        block = holder.layers[next(name for name in holder.own_layers if " " in name)]
+        assert block.tensor == pytest.approx(1 / config.tp if "of each matrix" in share.weights else 1, abs=0.01)
+        fraction = re.search(r"in shards of 1/(\d+)", share.weights)
+        assert block.weights == pytest.approx(block.tensor / int(fraction[1] if fraction else 1), abs=0.01)
+        chunks = [int(number) for number in re.findall(r"\d+", share.positions)] or [0, 1]
+        part = holder.seq_len // chunks[-1]
+        expected = {position for chunk in chunks[:-1] for position in range(chunk * part, (chunk + 1) * part)}
+        assert {position for first, end in holder.positions for position in range(first, end)} == expected
+    assert len({frozenset(of_part) for of_part in samples.values()}) == len(samples)
+
+
+def spell_out(layers: str) -> list[str]:
+    """Return the names in words such as `patches, vision 0-3`."""
+    names = {"projector and embedding": "fusion", "norm and output": "output"}
+    found = []
+    for words in layers.split(", "):
+        tower, _, numbers = words.partition(" ")
+        first, _, last = numbers.partition("-")
+        is_block = first.isdecimal()
+        found += [f"{tower} {i}" for i in range(int(first), int(last or first) + 1)] if is_block else [words]
+    return [names.get(name) or name for name in found]
+
+
 def test_shards_of_parts_are_quarters(tmp_path_factory: pytest.TempPathFactory) -> None:
     holders = reported(start(tmp_path_factory, 4), "fsdp x tp")
+    check_announced(holders, CASES[4]["fsdp x tp"][2])
     assert {round(holder.layers["language 0"].weights, 2) for holder in holders} == {0.25}
     assert holders[0].sample_ids == holders[1].sample_ids != holders[2].sample_ids
     header, rows = tabulate_holdings(holders)

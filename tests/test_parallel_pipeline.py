@@ -159,6 +159,8 @@ def test_steps_that_cannot_run_are_refused_on_all_ranks_and_leave_the_pipeline_u
         "an image token is missing on rank 1": ("rank 1 of this pipeline refuses", "3 image tokens but 4"),
         "other samples on rank 1": ("other micro-batches than rank 0",) * 2,
         "fewer micro-batches on rank 1": ("other micro-batches than rank 0", "needs at least"),
+        "other labels on rank 1": ("other micro-batches than rank 0",) * 2,
+        "another mask on rank 1": ("other micro-batches than rank 0",) * 2,
         "tiles of two sizes": ("tiles of one size",) * 2,
     }
     for rank, found in enumerate(of_2):
@@ -166,6 +168,13 @@ def test_steps_that_cannot_run_are_refused_on_all_ranks_and_leave_the_pipeline_u
         for name, said in found["refusals"].items():
             assert said.startswith(f"rank {rank}: "), said
             assert words[name][rank] in said or name.startswith("fewer"), (name, said)
+
+
+def test_every_stage_computes_in_the_precision_of_the_step(of_2: list[dict[str, Any]]) -> None:
+    for pp_rank, found in enumerate(of_2):
+        for schedule, of_steps in found["precisions"].items():
+            for ran, dtype in zip(of_steps, ("float32", "bfloat16", "float32"), strict=True):
+                assert ran == [(stage, f"torch.{dtype}") for stage in stages_of_rank(schedule, 2, pp_rank)]
 
 
 def test_buffers_of_few_shapes_are_kept(of_2: list[dict[str, Any]]) -> None:

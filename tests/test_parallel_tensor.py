@@ -6,6 +6,7 @@ model here. Planted bugs prove that the comparison can fail.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import LOSS_TOLERANCE, Recording, check_gradient, check_parity, load
+from parity import Recording, check_bf16_parity, check_parity, load
 from ranks import run_worker
 from tensor_cases import CASES, MAX_GRAD_NORM, Case, build_case, case_shape, load_batches, train_plain
-from tensor_worker import BUGS, FOUR, ON_TWO, TWO_BY_TWO
+from tensor_worker import BUGS, FOUR, ON_TWO, TWO_BY_TWO, far_logits
+from torch.nn import functional
 
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.parallel.padding import plain_sizes
@@ -72,12 +74,7 @@ def test_fsdp_over_tensor_parallelism_matches_the_plain_model(four: list[dict[st
 def check_run(name: str, run: Recording) -> None:
     expected = plain(name)
     if precision_of(name) == "bf16":
-        # Each rank rounds its part of a sum to 8 bits before the parts are added; from the second step on, Adam has
-        # turned the roundings of small gradients into whole updates.
-        assert run.losses == pytest.approx(expected.losses, abs=LOSS_TOLERANCE["bf16"])
-        assert run.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=LOSS_TOLERANCE["bf16"])
-        for parameter, gradient in run.gradients[0].items():
-            check_gradient(parameter, gradient, expected.gradients[0][parameter], "bf16")
+        check_bf16_parity(expected, run)
         return
     check_parity(expected, run, "fp32")
     assert len(run.losses) == 3
@@ -97,6 +94,23 @@ def test_a_planted_bug_is_caught(two: list[dict[str, Any]], bug: str) -> None:
         for run in found:
             check_parity(plain(BUGS[bug][0]), run, "fp32")
     print(f"{bug}: {caught.value}")
+
+
+def test_the_loss_holds_where_the_logits_of_the_ranks_lie_far_apart(two: list[dict[str, Any]]) -> None:
+    logits_BSV, labels_BS = far_logits()
+    logits_BSV.requires_grad_()
+    expected = functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+    expected.backward()
+    assert logits_BSV.grad is not None
+    for rank, seen in enumerate(two):
+        loss, gradient_BSV = seen["far losses"]["real"]
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert torch.allclose(gradient_BSV, logits_BSV.grad.chunk(2, dim=-1)[rank], atol=1e-6)
+        assert not math.isfinite(seen["far losses"]["smallest logit subtracted"][0])
+
+
+def test_no_module_of_a_split_model_returns_a_view_that_torch_warns_of(four: list[dict[str, Any]]) -> None:
+    assert [message for seen in four for message in seen["warnings"] if "returned a view" in message] == []
 
 
 def test_the_data_was_awkward_enough() -> None:

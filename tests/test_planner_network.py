@@ -45,6 +45,8 @@ def test_one_rank_sends_nothing_and_bad_numbers_are_refused():
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     assert ring_sent_bytes("all-reduce", 800, 4) == 1200
     assert ring_sent_bytes("reduce-scatter", 800, 4) == ring_sent_bytes("all-gather", 800, 4) == 600
+    # In an all-to-all a rank keeps its own quarter; in a broadcast the last of four sends nothing.
+    assert ring_sent_bytes("all-to-all", 800, 4) == ring_sent_bytes("broadcast", 800, 4) == 600
     assert (ring_messages("all-reduce", 4), ring_messages("all-gather", 4)) == (6, 3)
 
 

@@ -113,12 +113,16 @@ def test_every_stage_is_on_one_rank_and_v_shaped_schedules_turn_on_the_last() ->
     [
         ("gpipes", {}, "'gpipes' is unknown: choose one of gpipe, 1f1b"),
         ("gpipe", {"pp": 1}, "at least 2 ranks"),
-        ("1f1b", {"num_microbatches": 3}, "1f1b needs at least 4; raise accumulation_steps"),
+        (
+            "1f1b",
+            {"num_microbatches": 3},
+            "3 micro-batches with pp=4, and 1f1b needs at least 4: raise train.accum",
+        ),
         ("dualpipev", {"num_microbatches": 7}, "dualpipev needs at least 8"),
         ("interleaved", {"num_microbatches": 9}, "multiple of 4"),
         ("gpipe", {"num_microbatches": 0}, "needs at least 1"),
-        ("zbv", {"data_strategy": "fsdp"}, "set reshard_after_forward = false"),
-        ("dualpipev", {"data_strategy": "ddp"}, "wrong gradients in silence"),
+        ("zbv", {"data_strategy": "fsdp"}, "choose strategy = 'zero2', which keeps them"),
+        ("dualpipev", {"data_strategy": "ddp"}, "wrong gradients in silence: .* choose strategy = 'zero2'"),
         ("1f1b", {"data_strategy": "zero"}, "choose single, ddp or fsdp"),
     ],
 )

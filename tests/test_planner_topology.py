@@ -123,6 +123,10 @@ def test_several_machines_repeat_the_order_of_one() -> None:
     assert len(placed.visible_devices) == 8
     assert placed.is_inside == {"pp": False, "dp_shard": False, "tp": True}
     assert "on each of 4 machines" in placed.explanation
+    domain = (FastDomain(tuple(range(6)), "NV4"),)
+    straddling = place_axes({"dp_shard": 3, "cp": 2, "tp": 2}, domain)
+    assert straddling.is_inside == {"dp_shard": False, "cp": False, "tp": True}, "ranks 4-7 are on both machines"
+    assert "cp = 2: crosses between domains or machines" in str(straddling)
     with pytest.raises(ValueError, match="need 12 GPUs, which is no multiple of the 8"):
         place_axes({"dp_shard": 3, "tp": 4}, NVSWITCH)
 

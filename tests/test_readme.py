@@ -3,19 +3,25 @@
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 from lab_server import LAB_FLAGS, fetch, served
 from notebook_kernel import Kernel
-from readme import README, ROOT, environment, notebook_cells, shell_commands
+from readme import README, ROOT, environment, notebook_cells, shell_commands, toml_blocks
 
+from vlmcourse import cli
 from vlmcourse.cli import COMMANDS
 from vlmcourse.commands.doctor import CHAPTERS
+from vlmcourse.commands.train import check_degrees, parse_overrides
+from vlmcourse.config import load_config, parse_config
+from vlmcourse.layout import CONTEXT_METHODS, SCHEDULES, VISION_HEADS
 
 
 def test_every_make_target_and_subcommand_exists():
@@ -47,6 +53,34 @@ def test_every_chapter_stands_in_the_chapter_table_with_its_time():
 def test_doctor_runs():
     done = subprocess.run(["vlmcourse", "doctor"], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "gloo" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_parallel_block_and_its_command_are_one_run_that_fits_the_ranks_given():
+    (block,) = toml_blocks("Every parallelism")
+    (command,) = [line for line in shell_commands("Every parallelism") if line.startswith("vlmcourse train")]
+    args = cli.parse(command.split()[1:])
+    of_block, of_command = parse_config(tomllib.loads(block)), load_config(args.config, parse_overrides(args.overrides))
+    assert of_block.parallel == of_command.parallel
+    assert of_block.train.accumulation_steps == of_command.train.accumulation_steps
+    for config in (of_block, of_command):
+        assert check_degrees(config, args.nproc) == config.parallel
+    with pytest.raises(ValueError, match="2 takes all of them, and nothing is left to share"):
+        check_degrees(of_command, args.nproc // 2)
+    for words in re.findall(r"(\w+) = ((?:\"\w+\"(?:, )?)+)", re.sub(r"^.*?#", "", block, flags=re.M)):
+        known = {"vision_heads": VISION_HEADS, "cp_method": CONTEXT_METHODS, "pp_schedule": SCHEDULES}[words[0]]
+        assert set(re.findall(r"\w+", words[1])) <= set(known)
+
+
+def test_every_launch_command_writes_what_it_says(tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line) for line in shell_commands("Every parallelism") if "launch" in line.split()]
+    assert [words[words.index("--target") + 1] for words in commands] == ["torchrun", "slurm", "k8s"]
+    for words in commands:
+        assert cli.main(words[1:]) == 0, words
+    assert capsys.readouterr().out.count("\n# on 10.0.0.") == 2
+    assert (tmp_path / "job.sbatch").read_text().startswith("#!/bin/bash")
+    assert "PyTorchJob" in (tmp_path / "job.yaml").read_text()
 
 
 @pytest.mark.notebook

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from combinations import Combination
-from degrees_worker import NUM_STEPS, RUNS, SAVED_STEP, build
+from degrees_worker import ANSWERING, CROSSED, NUM_STEPS, RUNS, SAVED_STEP, build, model_of, recorded_answers
 from parity import LOSS_TOLERANCE
 from ranks import run_worker
 
@@ -26,51 +26,83 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("degrees")
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[bool, TrainResult]:
-    """What one process does, without and with a tied embedding; its checkpoints are in `plain` and `tied`."""
-    return {
-        tied: build(Combination(1, {}, tied=tied), ALONE, folder, "tied" if tied else "plain", seed=3).fit()
-        for tied in (False, True)
-    }
+MODELS = {
+    "plain": Combination(1, {}),
+    "tied": Combination(1, {}, tied=True),
+    "padded": Combination(1, {}, heads=3, vocab_size=257),
+}
+"""Runs of one process, of the models that `model_of` names."""
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, alone: dict[bool, TrainResult]) -> list[dict[str, Any]]:
+def alone(folder: Path) -> dict[str, tuple[TrainResult, dict[str, str]]]:
+    """What one process does with each model, and its last answers; its checkpoints are in folders of the same names."""
+    results = {}
+    for name, combination in MODELS.items():
+        with recorded_answers() as answers:
+            results[name] = build(combination, ALONE, folder, name, seed=3).fit(), answers
+    return results
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, alone: dict[str, tuple[TrainResult, dict[str, str]]]) -> list[dict[str, Any]]:
     run_worker("degrees_worker.py", str(folder), nproc=4, timeout_s=240)
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(4)]
 
 
+def next_loss(folder: Path, source: str, combination: Combination) -> float:
+    """Return the loss of the step that one process makes after the last checkpoint of a run."""
+    trainer = build(combination, ALONE, folder, f"after-{source}", seed=9)
+    assert trainer.resume(folder / source / "checkpoints" / f"step_{NUM_STEPS:06d}") == NUM_STEPS
+    return trainer.train_step().loss
+
+
+def check_answers(of_ranks: list[dict[str, str]], expected: dict[str, str]) -> None:
+    """Compare what ranks generated with what one process did; how long they go on depends on who shares a batch."""
+    assert {key for answers in of_ranks for key in answers} == expected.keys()
+    assert len(set(expected.values())) > 1
+    for answers in of_ranks:
+        for key, text in answers.items():
+            length = min(len(text), len(expected[key]))
+            assert length and text[:length] == expected[key][:length], key
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_a_distributed_model_answers_as_one_process_does(
+    found: list[dict[str, Any]], alone: dict[str, tuple[TrainResult, dict[str, str]]], name: str
+) -> None:
+    expected, answers = alone["plain"]
+    check_answers([of_rank[name]["answers"] for of_rank in found], answers)
+    for of_rank in found:
+        assert of_rank[name]["exact"] == [expected.exact_match, expected.num_questions]
+        assert of_rank[name]["trains on"]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_from_one_process_and_answers_as_it_does(
-    found: list[dict[str, Any]], alone: dict[bool, TrainResult], name: str
+    found: list[dict[str, Any]], alone: dict[str, tuple[TrainResult, dict[str, str]]], name: str
 ) -> None:
-    expected = alone[RUNS[name].tied]
+    expected, answers = alone[model_of(RUNS[name])]
+    check_answers([of_rank[name]["answers"] for of_rank in found], answers)
     for of_rank in found:
         assert of_rank[name]["losses"] == pytest.approx(expected.losses[SAVED_STEP:], abs=CLOSE)
         assert of_rank[name]["exact"] == [expected.exact_match, expected.num_questions]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_one_process_goes_on_from_its_checkpoint(
-    folder: Path, found: list[dict[str, Any]], alone: dict[bool, TrainResult], name: str
-) -> None:
-    tied = RUNS[name].tied
-    loss = {}
-    for source in (name, "tied" if tied else "plain"):
-        trainer = build(Combination(1, {}, tied=tied), ALONE, folder, f"after-{source}", seed=9)
-        assert trainer.resume(folder / source / "checkpoints" / f"step_{NUM_STEPS:06d}") == NUM_STEPS
-        loss[source] = trainer.train_step().loss
-    assert loss[name] == pytest.approx(loss["tied" if tied else "plain"], abs=CLOSE)
+def test_one_process_goes_on_from_its_checkpoint(folder: Path, found: list[dict[str, Any]], name: str) -> None:
+    model = model_of(RUNS[name])
+    expected = next_loss(folder, model, MODELS[model])
+    assert next_loss(folder, name, MODELS[model]) == pytest.approx(expected, abs=CLOSE)
 
 
+@pytest.mark.parametrize("name", CROSSED)
 def test_a_checkpoint_of_shards_of_matrices_goes_on_in_a_pipeline(
-    folder: Path, found: list[dict[str, Any]], alone: dict[bool, TrainResult]
+    folder: Path, found: list[dict[str, Any]], name: str
 ) -> None:
-    trainer = build(Combination(1, {}), ALONE, folder, "crossed-alone", seed=9)
-    trainer.resume(folder / "plain" / "checkpoints" / f"step_{NUM_STEPS:06d}")
-    expected = trainer.train_step().loss
-    assert [of_rank["crossed"] for of_rank in found] == [pytest.approx(expected, abs=CLOSE)] * 4
+    model = model_of(CROSSED[name])
+    expected = next_loss(folder, model, MODELS[model])
+    assert [of_rank[f"crossed {name}"] for of_rank in found] == [pytest.approx(expected, abs=CLOSE)] * 4
 
 
 def test_what_cannot_be_is_refused_by_every_rank_with_the_reason(found: list[dict[str, Any]]) -> None:
@@ -82,6 +114,13 @@ def test_what_cannot_be_is_refused_by_every_rank_with_the_reason(found: list[dic
             "odd heads": "vision_tp=2 does not divide 3 vision heads: set vision_tp=1, or vision_heads to 'mlp_only'",
             "too many stages": "each needs at least one block; lower pp",
             "another model": "this is a Linear: use ddp or fsdp",
+            "another model in a pipeline": "this is a Linear: use ddp or fsdp",
+            "unresolved": "'auto' is not chosen yet: planner.degrees.settle(",
+            "unresolved, in a place": "'auto' is not chosen yet",
+            "unresolved, checked": "'auto' is not chosen yet",
+            "unresolved place": "'auto' is not chosen yet",
             "no loss": "the last stage of a pipeline needs loss_sum",
+            "checkpoint of another shape": "tensors do not match, the first: model.vision.",
+            "file lost": "FileNotFoundError",
         }.items():
             assert words in said[name], name

@@ -111,7 +111,7 @@ def test_training_goes_on_after_an_evaluation(folder: Path, found: list[dict[str
 def test_a_strategy_that_is_not_what_it_says_is_refused(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         said = of_rank["refusals"]
-        assert said["ddp"] == said["fsdp"] == said["zero2"] == "accepted"
+        assert said["ddp"] == said["fsdp"] == said["zero2"] == said["fsdp with prefetch"] == "accepted"
         for name, words in {
             "ddp not wrapped": "RuntimeError: rank",
             "fsdp not wrapped": "not wrapped by fully_shard",
@@ -121,10 +121,46 @@ def test_a_strategy_that_is_not_what_it_says_is_refused(found: list[dict[str, An
             "fsdp called ddp": "not a DistributedDataParallel",
             "fsdp called zero2": "units free their gathered weights",
             "zero2 called fsdp": "units keep their gathered weights",
+            "fsdp called fsdp with prefetch": "4 blocks do not ask for weights as prefetch=1 says",
+            "prefetch of 2 called 1": "blocks do not ask for weights as prefetch=1 says",
             "wrong size": "the process group has 2 ranks instead of 3",
             "fsdp over one rank": "parameters are not sharded over",
         }.items():
             assert words in said[name], name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "exchange"), [("ddp", "all-reduce"), ("fsdp", "reduce-scatter"), ("zero2", "reduce-scatter")]
+)
+def test_four_micro_batches_exchange_gradients_as_often_as_one(
+    found: list[dict[str, Any]], strategy: str, exchange: str
+) -> None:
+    for of_rank in found:
+        one, four = (
+            of_rank["exchanges"][f"{strategy}, {steps} micro-batches, prefetch=0, all towers"][exchange]
+            for steps in (1, 4)
+        )
+        # FSDP: 4 blocks, the embedding, the output matrix and the rest.
+        assert one == four and (strategy == "ddp" or one == 7)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_no_backward_gathers_the_blocks_of_a_frozen_vision_tower(found: list[dict[str, Any]], prefetch: int) -> None:
+    forward = 2 + 2 + 3  # blocks of both towers; embedding, output matrix and the rest
+    backward = 2 + 2  # blocks of the language tower, its embedding and output matrix; the rest has been kept
+    for of_rank in found:
+        calls = of_rank["exchanges"][f"fsdp, 1 micro-batches, prefetch={prefetch}, vision frozen"]
+        assert calls["all-gather"] == forward + backward
+
+
+def test_a_trainer_of_shards_builds_its_own_model_without_weights_on_all_ranks_but_0(
+    found: list[dict[str, Any]],
+) -> None:
+    for rank, of_rank in enumerate(found):
+        start = of_rank["own start"]
+        assert start["devices"] == ["meta" if rank else "cpu"] * 2 + ["cpu"]
+        for strategy in ("fsdp", "zero2", "ddp"):
+            assert start["losses"][f"{strategy}, own"] == start["losses"][f"{strategy}, handed in"], strategy
 
 
 def test_ddp_stores_16_bytes_a_weight_on_every_rank_and_fsdp_half_of_it(found: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import AwkwardTrainer, build_trainer, parity_config, small_shape
+from parity import AwkwardTrainer, awkward_samples, build_trainer, parity_config, small_shape
 from torch import nn
 from torch.nn import functional as F
 
@@ -250,6 +250,31 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     build_trainer(config_in(tmp_path, num_steps=5, checkpoint_every=1, keep_checkpoints=2), ALONE, seed=0).fit()
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step_000004", "step_000005"]
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(config_in(tmp_path), ALONE, seed=0)
+
+    def fail() -> None:
+        raise MemoryError("no room for answers")
+
+    monkeypatch.setattr(trainer, "evaluate", fail)
+    with pytest.raises(MemoryError, match="no room for answers"):
+        trainer.fit()
+    assert build_trainer(config_in(tmp_path, num_steps=6), ALONE, seed=0).resume() == 4
+
+
+def test_a_checkpoint_that_does_not_fit_says_which_tensor(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    build_trainer(config, ALONE, seed=0).fit()
+    shape = small_shape()
+    shape = dataclasses.replace(shape, language=dataclasses.replace(shape.language, mlp_size=47))
+    samples = awkward_samples()
+    other = AwkwardTrainer(config, ALONE, model=build_model(shape), train_data=samples, eval_data=samples[:1])
+    expected = r"do not match, the first: model.language.*\[45, 32\] in it and \[47, 32\]"
+    with pytest.raises(ValueError, match=expected) as caught:
+        other.resume()
+    assert "step_000004" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
 def test_resuming_another_model_is_refused_and_other_changes_are_told(

@@ -7,6 +7,7 @@ Enters: a TOML file and `section.key=value` overrides. Leaves: a `TrainConfig`. 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tomllib
 import types
@@ -24,6 +25,9 @@ TOWERS = ("vision", "projector", "language")
 PRECISIONS = ("fp32", "bf16")
 DATASETS = ("digits", "llava")
 BAD_ROW_POLICIES = ("refuse", "skip")
+HF_WEIGHTS_FILE = "model.safetensors"
+HF_INDEX_FILE = "model.safetensors.index.json"
+"""Names that transformers gives: weights in one file, or a list of the files that they are in."""
 MAX_SEED = 2**63 - 1
 """TOML's largest integer; torch takes 64 bits, NumPy any number."""
 
@@ -125,7 +129,8 @@ class TrainSection:
     log_every: int = 10
     """Steps between log rows."""
     eval_every: int = 0
-    """Steps between evaluations; 0 evaluates once, at the end."""
+    """Steps between evaluations; 0 evaluates once, at the end. The distributed model itself answers, so no rank needs
+    memory for more weights; under parallel.pp each new token takes a pass of whole sequences through all stages."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves once, at the end."""
     keep_checkpoints: int = 2
@@ -197,6 +202,8 @@ def check_files(config: TrainConfig) -> None:
     data, hf_folder, found = config.data, config.model.hf_folder, []
     if hf_folder and not (Path(hf_folder) / "config.json").is_file():
         found.append(f"model.hf_folder = {hf_folder!r}: there is no config.json in it; give a Hugging Face folder")
+    elif hf_folder:
+        found += [f"model.hf_folder = {hf_folder!r}: {problem}" for problem in _find_weights_problems(Path(hf_folder))]
     if data.tokenizer != "builtin" and not Path(data.tokenizer).is_dir():
         found.append(f"data.tokenizer = {data.tokenizer!r}: there is no such folder; give one, or 'builtin'")
     if data.dataset == "llava" and not Path(data.path).is_file():
@@ -205,6 +212,45 @@ def check_files(config: TrainConfig) -> None:
         found.append(f"data.image_dir = {data.image_dir!r}: there is no such folder")
     if found:
         raise ConfigError("The training configuration", found)
+
+
+def _find_weights_problems(folder: Path) -> list[str]:
+    """Return which files of weights a Hugging Face folder lacks."""
+    if (folder / HF_WEIGHTS_FILE).is_file():
+        return []
+    index = folder / HF_INDEX_FILE
+    if not index.is_file():
+        return [f"it has neither {HF_WEIGHTS_FILE} nor {HF_INDEX_FILE}; save the model as safetensors"]
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return [f"{HF_INDEX_FILE} is not a list of files; download it again"]
+    missing = [name for name in named if not (folder / name).is_file()]
+    if not missing:
+        return []
+    return [f"{len(missing)} of {len(named)} files of weights are not there, the first is {missing[0]}; download all"]
+
+
+def check_batch(config: TrainConfig, dp_degree: int) -> None:
+    """Refuse a step that takes more samples than there are, where their number is known without reading a file.
+
+    Args:
+        config: the run.
+        dp_degree: ranks with samples of their own.
+
+    Raises:
+        ConfigError: naming the keys that do not fit together.
+    """
+    data, train = config.data, config.train
+    batch = train.micro_batch_size * train.accumulation_steps * dp_degree
+    if data.dataset == "digits" and data.num_train_samples < batch:
+        product = f"{train.micro_batch_size} x {train.accumulation_steps} x {dp_degree} = {batch}"
+        problem = (
+            f"data.num_train_samples = {data.num_train_samples}: one optimizer step takes {product} samples "
+            "(train.micro_batch_size x train.accumulation_steps x data-parallel ranks), and there must be that many; "
+            "raise it, or lower one of these"
+        )
+        raise ConfigError("The training configuration", [problem])
 
 
 def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> TrainConfig:

@@ -33,6 +33,8 @@ CONTEXT_METHODS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("zigzag", "contiguous")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+CHOSEN_BY_AUTO = ("tp", "cp", "pp", "vision_tp", "vision_heads", "vision_stages")
+"""Fields of a `ParallelConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class ParallelConfig:
     dp_shard: int = 0
     """hsdp only: ranks that split one copy between them; 0 takes what the other degrees leave over."""
     tp: int = 1
-    """Tensor parallelism: ranks that split each matrix of the language tower."""
+    """Tensor parallelism: ranks that split each matrix of the language tower. With tp or pp above 1 every rank begins
+    with the whole model in CPU memory and keeps its part; without, under zero2, fsdp and hsdp, rank 0 alone does."""
     cp: int = 1
     """Context parallelism: ranks that split the sequence of each sample."""
     pp: int = 1
@@ -120,9 +123,9 @@ class ParallelConfig:
             found.append("parallel.strategy = 'hsdp': say how many copies there are, parallel.dp_replicate = 2 or more")
         if self.strategy == "auto":
             found += [
-                f"parallel.{name} = {getattr(self, name)}: strategy = 'auto' chooses it; leave it out"
-                for name, default in (("tp", 1), ("cp", 1), ("pp", 1), ("vision_tp", 0), ("vision_stages", 0))
-                if getattr(self, name) != default
+                f"parallel.{name} = {getattr(self, name)!r}: strategy = 'auto' chooses it; leave it out"
+                for name in CHOSEN_BY_AUTO
+                if getattr(self, name) != getattr(ParallelConfig, name)
             ]
         if self.vision_tp not in (0, 1, self.tp):
             found.append(
@@ -157,6 +160,27 @@ class ParallelConfig:
             found.append(
                 f"parallel.vision_stages = {self.vision_stages} with pp = {self.pp}: at least one stage must be left "
                 "for the language tower"
+            )
+        return found + self._unread()
+
+    def _unread(self) -> list[str]:
+        """Return which values nothing would read, one sentence each."""
+        found = []
+        if self.cp == 1:
+            found += [
+                f"parallel.{name} = {getattr(self, name)!r} with cp = 1: no rank splits a sequence; leave it out"
+                for name in ("cp_method", "cp_order")
+                if getattr(self, name) != getattr(ParallelConfig, name)
+            ]
+        if self.strategy == "auto":
+            return found  # it may choose a pipeline; what else it chooses, nobody may set
+        if self.pp == 1 and self.pp_schedule != ParallelConfig.pp_schedule:
+            found.append(f"parallel.pp_schedule = {self.pp_schedule!r} with pp = 1: no pipeline reads it; leave it out")
+        if self.vision_degree == 1 and self.vision_heads != ParallelConfig.vision_heads:
+            degree = "tp = 1" if self.tp == 1 else "vision_tp = 1"
+            found.append(
+                f"parallel.vision_heads = {self.vision_heads!r} with {degree}: each rank has the whole vision tower; "
+                "leave it out"
             )
         return found
 
@@ -209,6 +233,27 @@ class Layout:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        """The axes with more than one rank, outermost first."""
+        return tuple(axis for axis, size in zip(AXES, self.sizes, strict=True) if size > 1)
+
+    def describe_samples(self, rank: int) -> str:
+        """Say which part of the samples of a step a rank works on; ranks with the same part share its work."""
+        return "all" if self.dp_degree == 1 else f"part {self.dp_rank(rank)} of {self.dp_degree}"
+
+    def table(self, max_ranks: int = 32) -> str:
+        """Return a line for each rank, up to `max_ranks`: its coordinates on the axes in use, and its samples.
+
+        `planner.grid.share_table` knows a model too, and adds layers and weights.
+        """
+        rows = [["rank", *self.used_axes, "samples"]]
+        for rank in range(min(self.world_size, max_ranks)):
+            at = self.coordinates(rank)
+            rows.append([str(rank), *(str(at[axis]) for axis in self.used_axes), self.describe_samples(rank)])
+        more = f"\n... and {self.world_size - max_ranks:,} ranks more" if self.world_size > max_ranks else ""
+        return align(rows) + more
+
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on one axis only, itself among them, in the order of that axis."""
         at = self.coordinates(rank)
@@ -216,8 +261,27 @@ class Layout:
         return tuple(other for other in range(self.world_size) if at.items() <= self.coordinates(other).items())
 
     def __str__(self) -> str:
-        used = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return " x ".join(used) or "one rank"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.used_axes) or "one rank"
+
+
+def align(rows: list[list[str]]) -> str:
+    """Return rows of words with their columns under each other; the first row is a header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def check_chosen(config: ParallelConfig) -> None:
+    """Refuse a strategy that is not chosen yet.
+
+    Raises:
+        ValueError: if it is auto; the message says what chooses.
+    """
+    if config.strategy == "auto":
+        raise ValueError(
+            "parallel.strategy = 'auto' is not chosen yet: planner.degrees.settle(config, world_size, shape, "
+            "accumulation_steps) chooses, as a Trainer does; pass on what it returns, or name a strategy"
+        )
 
 
 def find_layout(config: ParallelConfig, world_size: int) -> Layout:
@@ -244,15 +308,16 @@ def find_layout(config: ParallelConfig, world_size: int) -> Layout:
     layout = Layout(pp=config.pp, dp_replicate=copies, dp_shard=shards, cp=config.cp, tp=config.tp)
     if config.strategy == "single" and left > 1:
         raise ValueError(
-            f"parallel.strategy = 'single' with {world_size} ranks: each{_of_group(model_ranks)} would train a model "
-            f"of its own; choose 'ddp' or 'fsdp', or start {_name_start(model_ranks)}"
+            f"parallel.strategy = 'single' with {world_size} ranks: {_each_group(model_ranks)} would train a model of "
+            f"its own; choose 'ddp' or 'fsdp', or start {_name_start(model_ranks)}"
         )
     if config.strategy != "single" and layout.summed_degree < 2:
         needed = 2 * model_ranks
+        taken = f"; {product} takes all of them, and nothing is left to share" if model_ranks > 1 else ""
         raise ValueError(
-            f"parallel.strategy = {config.strategy!r} with {_count(world_size)}: it shares work between at least 2 "
-            f"ranks{_of_group(model_ranks)}; start {needed} with '--nproc {needed}' ('%%torchrun -n {needed}' in a "
-            "notebook), or choose 'single'"
+            f"parallel.strategy = {config.strategy!r} with {_count(world_size)}: it shares samples between 2 or more"
+            f"{taken}; start {needed} with '--nproc {needed}' ('%%torchrun -n {needed}' in a notebook), or choose "
+            "'single'"
         )
     if config.strategy == "hsdp" and (copies * shards != left or copies < 2 or shards * config.cp < 2):
         raise ValueError(
@@ -282,8 +347,8 @@ def _count(num_ranks: int) -> str:
     return f"{num_ranks} rank" if num_ranks == 1 else f"{num_ranks} ranks"
 
 
-def _of_group(model_ranks: int) -> str:
-    return f" of {model_ranks} (tp x cp x pp)" if model_ranks > 1 else ""
+def _each_group(model_ranks: int) -> str:
+    return f"each group of {model_ranks} (tp x cp x pp)" if model_ranks > 1 else "each"
 
 
 def _name_start(model_ranks: int) -> str:

@@ -14,11 +14,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
+from vlmcourse.commands.pytorchjob import RUNS_FOLDER, PodRequest, check_pods, write_pytorchjob
 from vlmcourse.commands.train import add_config_arguments, check_degrees, parse_overrides
-from vlmcourse.config import TrainConfig, load_config
+from vlmcourse.config import RunConfig, TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
     DEFAULT_PORT,
+    NO_GPUS,
     SlurmRequest,
     TorchrunJob,
     join_command,
@@ -31,11 +32,11 @@ DEFAULT_RANKS = 8
 DEFAULT_MINUTES = 60
 TRAIN = ("-m", "vlmcourse.cli", "train")
 FLAGS_OF = {
-    "slurm": ("minutes", "partition", "account", "setup"),
+    "slurm": ("minutes", "partition", "account", "setup", "port"),
     "k8s": ("image", "namespace", "memory", "claim"),
     "torchrun": ("hosts", "port", "interface"),
 }
-"""Flags that have a meaning for one target only."""
+"""Flags that not every target has a meaning for."""
 CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]*")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
@@ -63,9 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, choices=TARGETS, help="what starts the ranks")
     parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or as many as --hosts names)")
     parser.add_argument("--nproc-per-node", type=int, default=DEFAULT_RANKS, metavar="M", help="ranks on each (8)")
-    parser.add_argument("--cpu", action="store_true", help="ask for no GPUs: ranks run on CPU cores with gloo")
+    parser.add_argument(
+        "--cpu", action="store_true", help="ask for no GPUs and hide them: ranks run on CPU cores with gloo"
+    )
     parser.add_argument("--cpus-per-node", type=int, default=0, metavar="C", help="cores on each (slurm, k8s)")
     parser.add_argument("--name", help="of the job (default: run.name of the file)")
+    parser.add_argument("--port", type=int, help=f"where machines meet (slurm: by job; torchrun: {DEFAULT_PORT})")
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of this run")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file instead of stdout")
     parser.add_argument("--force", action="store_true", help="overwrite that file")
@@ -82,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     k8s.add_argument("--claim", help="a PersistentVolumeClaim that keeps what the run writes")
     torchrun = parser.add_argument_group("torchrun")
     torchrun.add_argument("--hosts", metavar="A,B", help="addresses of the machines, as they reach each other")
-    torchrun.add_argument("--port", type=int, help=f"where they meet, on the first (default: {DEFAULT_PORT})")
     torchrun.add_argument("--interface", metavar="NAME", help="the network interface of those addresses, such as eth0")
 
 
@@ -127,7 +130,7 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
     name = args.name or config.run.name
     if args.target == "k8s":
         pods = _read_pods(args, name)
-        problems += check_pods(pods)
+        problems += check_pods(pods) + _find_folder_problems(args, config)
     elif not name.isprintable() or not name.strip():
         problems.append(f"--name {name!r}: must be printable text")
     if problems:
@@ -150,6 +153,8 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
         partition=args.partition or "",
         account=args.account or "",
         setup=tuple(args.setup or ()),
+        port=args.port or 0,
+        hides_gpus=args.cpu,
     )
     return Launch(slurm_script(job, request), submit="sbatch")
 
@@ -167,16 +172,24 @@ def count_nodes(args: argparse.Namespace) -> int:
 
 def list_hosts(args: argparse.Namespace) -> list[str]:
     """Return the addresses that --hosts names."""
-    return [host.strip() for host in args.hosts.split(",")] if args.hosts else []
+    return [] if args.hosts is None else [host.strip() for host in args.hosts.split(",")]
 
 
 def find_problems(args: argparse.Namespace) -> list[str]:
     """Return what is wrong with a request, whatever its target, one sentence each."""
+    targets_of = {
+        flag: [target for target, flags in FLAGS_OF.items() if flag in flags]
+        for flag in dict.fromkeys(flag for flags in FLAGS_OF.values() for flag in flags)
+    }
     found = [
-        f"--{flag}: has no meaning for --target {args.target}, only for {target}; leave it out"
-        for target, flags in FLAGS_OF.items()
-        for flag in flags
-        if target != args.target and getattr(args, flag) is not None
+        f"--{flag}: has no meaning for --target {args.target}, only for {' and '.join(targets)}; leave it out"
+        for flag, targets in targets_of.items()
+        if args.target not in targets and getattr(args, flag) is not None
+    ]
+    found += [
+        f"--{flag} '': must not be empty; leave it out"
+        for flag in ("name", "namespace", "memory", "claim")
+        if getattr(args, flag) == ""
     ]
     if args.target == "torchrun" and args.cpus_per_node:
         found.append("--cpus-per-node: torchrun reserves no cores; leave it out")
@@ -192,6 +205,8 @@ def find_problems(args: argparse.Namespace) -> list[str]:
         value = getattr(args, flag)
         if value is not None and not CLUSTER_NAME.fullmatch(value):
             found.append(f"--{flag} {value!r}: must be letters, digits, '_', '.', ',' and '-'")
+    if args.port is not None and not 1 <= args.port <= MAX_PORT:
+        found.append(f"--port {args.port}: must be from 1 to {MAX_PORT}")
     for line in args.setup or ():
         if not line.isprintable():
             found.append(f"--setup {line!r}: must be one line of shell; repeat --setup for more")
@@ -207,8 +222,6 @@ def _find_host_problems(args: argparse.Namespace) -> list[str]:
         found.append(f"--nodes {args.nodes}: --hosts names {len(hosts)}; leave --nodes out")
     if not hosts and args.nodes is not None and args.nodes > 1:
         found.append(f"--nodes {args.nodes} without --hosts: torchrun has to know where they meet; name all machines")
-    if args.port is not None and not 1 <= args.port <= MAX_PORT:
-        found.append(f"--port {args.port}: must be from 1 to {MAX_PORT}")
     if args.interface is not None and not INTERFACE.fullmatch(args.interface):
         found.append(f"--interface {args.interface!r}: must be the name of a network interface, such as eth0")
     if len(hosts) < 2:
@@ -220,9 +233,25 @@ def _find_host_problems(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def _find_folder_problems(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+    """Return why a run in pods would write, or look for its checkpoint, elsewhere than its file and flags say."""
+    found, output_dir = [], config.run.output_dir
+    if output_dir not in (RunConfig.output_dir, RUNS_FOLDER):
+        found.append(
+            f"run.output_dir = {output_dir!r}: in a pod a run writes to {RUNS_FOLDER}, where --claim is mounted; leave "
+            f"it out, or --set run.output_dir={RUNS_FOLDER}"
+        )
+    if args.resume and not args.claim:
+        found.append(
+            "--resume without --claim: pods start with an empty folder, in which there is no checkpoint; name the "
+            "claim that the earlier run wrote to"
+        )
+    return found
+
+
 def _write_torchrun(args: argparse.Namespace, job: TorchrunJob) -> Launch:
     hosts = list_hosts(args)
-    prefix = ["CUDA_VISIBLE_DEVICES="] if args.cpu else []
+    prefix = [NO_GPUS] if args.cpu else []
     if args.interface:
         prefix += [f"{library}_SOCKET_IFNAME={args.interface}" for library in ("GLOO", "NCCL")]
     jobs = split_hosts(job, hosts, args.port or DEFAULT_PORT) if len(hosts) > 1 else [job]

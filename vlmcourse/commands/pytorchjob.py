@@ -26,7 +26,7 @@ CONTAINER = "pytorch"
 """The operator looks for a container of this name."""
 HEAD = """\
 # Written by vlmcourse launch. It needs the Kubeflow training operator (kubeflow.org/v1) in the cluster.
-# Paths in the configuration (data.path, model.hf_folder) are looked up in the container.
+# Paths in the configuration (data.path, model.hf_folder) are looked up in the container; runs are written to /runs.
 """
 LOST = "# Without --claim what the run writes is lost when its pods are removed.\n"
 
@@ -139,6 +139,8 @@ def _describe_replicas(pods: PodRequest, count: int, train_flags: tuple[str, ...
         "command": build_command(pods, train_flags),
         "volumeMounts": [{"name": name, "mountPath": folder} for name, folder in mounts.items()],
     }
+    if not pods.gpus:  # a node's container runtime may hand in GPUs that nobody asked for
+        container["env"] = [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}]
     if limits:
         container["resources"] = {"limits": limits}
     runs = {"persistentVolumeClaim": {"claimName": pods.claim}} if pods.claim else {"emptyDir": {}}

@@ -19,15 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.commands.gpu_order import order_gpus
-from vlmcourse.config import ConfigError, TrainConfig, check_files, load_config
-from vlmcourse.layout import ParallelConfig
+from vlmcourse.config import ConfigError, TrainConfig, check_batch, check_files, load_config
+from vlmcourse.layout import ParallelConfig, find_layout
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
 from vlmcourse.planner.degrees import settle
-from vlmcourse.presets import get_model
-from vlmcourse.train.folder import aside, check_run_folder, check_steps_left, find_checkpoint, read_meta, run_folder
+from vlmcourse.planner.grid import share_table
+from vlmcourse.planner.hf_config import read_hf_shape
+from vlmcourse.presets import VLMShape, get_model
+from vlmcourse.train.folder import (
+    POINTER_NAME,
+    aside,
+    check_run_folder,
+    check_steps_left,
+    find_checkpoint,
+    read_meta,
+    run_folder,
+)
 
 JSON_KEYS = (
     "loss_first",
@@ -81,17 +91,18 @@ def run(args: argparse.Namespace) -> int:
                 "--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun"
             )
         if os.environ["RANK"] == "0" and CHECKED not in os.environ:  # by torchrun: one rank says it
-            _check_start(args, config)
+            _check_start(args, config, int(os.environ.get("WORLD_SIZE", "1")))
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
     check_degrees(config, args.nproc or 1)
-    _check_start(args, config)
+    _check_start(args, config, args.nproc or 1)
+    known = _read_pointer(config)
     try:
         return _train_here(args, config) if args.nproc is None else _start_ranks(args, config)
     except KeyboardInterrupt:
         ended = "" if args.nproc is None else f"; all {args.nproc} ranks have ended"
-        print(f"\nvlmcourse train: interrupted{ended}. {_resume_hint(config)}", file=sys.stderr)
+        print(f"\nvlmcourse train: interrupted{ended}. {_resume_hint(args, config, known)}", file=sys.stderr)
         return 130
 
 
@@ -115,9 +126,20 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def check_degrees(config: TrainConfig, world_size: int) -> ParallelConfig:
-    """Refuse a number of ranks, or degrees, that the run cannot use; return them without auto; see `settle`."""
-    shape = None if config.model.hf_folder else get_model(config.model.preset)
-    return settle(config.parallel, world_size, shape, config.train.accumulation_steps)[0]
+    """Refuse a number of ranks, degrees or samples that the run cannot use; return them without auto; see `settle`."""
+    settled, _ = settle(config.parallel, world_size, find_shape(config), config.train.accumulation_steps)
+    if settled.strategy != "auto":
+        check_batch(config, find_layout(settled, world_size).dp_degree)
+    return settled
+
+
+def find_shape(config: TrainConfig) -> VLMShape | None:
+    """Return the shape of the run's model; None where it is in a folder that is not on this machine.
+
+    Raises:
+        ValueError: if the folder's config.json cannot be used.
+    """
+    return read_hf_shape(config.model.hf_folder) if config.model.hf_folder else get_model(config.model.preset)
 
 
 def _order_gpus(config: TrainConfig) -> None:
@@ -129,8 +151,11 @@ def _order_gpus(config: TrainConfig) -> None:
         print(explanation, flush=True)
 
 
-def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Refuse what would stop every rank, and say what becomes of an earlier run; see each check for what it raises."""
+def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int) -> None:
+    """Refuse what would stop every rank, and say what becomes of an earlier run; see each check for what it raises.
+
+    With --verbose, also say which rank will hold what.
+    """
     check_files(config)
     check_run_folder(config, is_resumed=args.resume is not None)
     folder = run_folder(config)
@@ -138,7 +163,10 @@ def _check_start(args: argparse.Namespace, config: TrainConfig) -> None:
         meta = read_meta(find_checkpoint(Path(args.resume) if args.resume else folder))
         check_steps_left(config, meta["step"])
     elif kept_as := aside(folder):
-        print(f"the earlier run in {folder} is kept as {kept_as}", flush=True)
+        print(f"the earlier run in {folder} will be kept as {kept_as}", flush=True)
+    shape = find_shape(config)
+    if args.verbose and shape is not None:
+        print(share_table(check_degrees(config, world_size), world_size, shape), flush=True)
 
 
 def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
@@ -190,10 +218,29 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:
     return 0
 
 
-def _resume_hint(config: TrainConfig) -> str:
-    if (run_folder(config) / "checkpoints" / "latest").exists():
+def _read_pointer(config: TrainConfig) -> tuple[str, int] | None:
+    """Return what names the latest checkpoint in the run's folder, and when it was written; None without one."""
+    pointer = run_folder(config) / "checkpoints" / POINTER_NAME
+    try:
+        return pointer.read_text(encoding="utf-8"), pointer.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _resume_hint(args: argparse.Namespace, config: TrainConfig, known: tuple[str, int] | None) -> str:
+    """Say how to go on.
+
+    Args:
+        args: of the command.
+        config: the run.
+        known: the checkpoint that was in the run's folder at the start, which is another run's unless this one went on
+            from there.
+    """
+    folder, found = run_folder(config), _read_pointer(config)
+    continues = args.resume is not None and Path(args.resume or folder).resolve().is_relative_to(folder.resolve())
+    if found is not None and (found != known or continues):
         return "Go on from the last checkpoint with --resume."
-    return "There is no checkpoint to go on from: train.checkpoint_every saves some."
+    return "This run has saved no checkpoint to go on from: train.checkpoint_every saves some."
 
 
 def _print_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:

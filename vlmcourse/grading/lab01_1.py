@@ -22,6 +22,9 @@ from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_
 MAX_SHOWN = 4
 """Mistakes that the feedback names."""
 
+SHAPES = {"w_in": "[F / N, D]", "w_out": "[D, F / N]"}
+"""Shapes of a rank's weights."""
+
 SHARE_OF_OUTPUT, SHARE_OF_INPUT_GRAD, SHARE_OF_PART_GRADS = 4, 3, 2
 """How the points of `tp_mlp` are shared out."""
 
@@ -105,6 +108,10 @@ def _find_wrong_part(answer: Any, weights: Mapping[str, Tensor], rank: int, worl
 def _name_wrong_cut(got: Mapping[str, Tensor], weights: Mapping[str, Tensor], rank: int, world_size: int) -> str:
     """Say which known mistake the parts show, or ""."""
     width, hidden = weights["w_in"].shape[1], weights["w_in"].shape[0]
+    inner = cut(weights, rank, world_size)
+    for name in ("w_in", "w_out"):
+        if _equal(got[name].T, inner[name]):
+            return f"{name} is transposed: keep the order of dimensions that torch.nn.Linear gives it, {SHAPES[name]}"
     columns = list(weights["w_in"].tensor_split(world_size, dim=1))
     rows = list(weights["w_out"].tensor_split(world_size, dim=0))
     if world_size > 1 and (_equal(got["w_in"], columns[rank]) or got["w_in"].shape == (hidden, width // world_size)):
@@ -117,14 +124,13 @@ def _name_wrong_cut(got: Mapping[str, Tensor], weights: Mapping[str, Tensor], ra
             "w_out is cut along its outputs (dim 0). A rank has only its own F / N channels to multiply it with: cut "
             "its inputs (dim 1 of a weight [D, F])"
         )
-    if _equal(got["w_in"], weights["w_in"][rank::world_size]):
+    if world_size > 1 and _equal(got["w_in"], weights["w_in"][rank::world_size]):
         return "you took every N-th channel: take one block of neighbouring channels, rank 0 the first"
     if _equal(got["b_in"], weights["b_in"]) and world_size > 1:
         return "b_in is whole: each channel's bias belongs to the rank that computes the channel"
     whole = weights["b_out"]
     if got["b_out"].shape != whole.shape:
         return "b_out is cut: the output has all D numbers on every rank, so b_out stays whole"
-    inner = cut(weights, rank, world_size)
     if not _equal(got["b_out"], whole) and all(_equal(got[name], inner[name]) for name in PARTS[:3]):
         return "b_out must stay whole and unchanged on every rank; that it is added once is the task of tp_mlp"
     return ""

@@ -34,9 +34,20 @@ class PairCase:
     seed: int
 
     @property
+    def num_inputs(self) -> int:
+        """How many numbers the input has."""
+        return torch.Size(self.lead).numel() * self.width
+
+    @property
     def most_numbers(self) -> int:
-        """How many numbers a rank may hand to collectives in one direction: the input's size on every rank."""
-        return self.world_size * torch.Size(self.lead).numel() * self.width
+        """How many numbers a rank may hand to collectives in one direction: the input's size on every rank.
+
+        Where an input has to be padded to be shared out by its rows, a reduce-scatter of all of it and an all-gather of
+        a rank's share may take more than that.
+        """
+        rows = self.lead[0]
+        padded = (-(-rows // self.world_size) * self.world_size) * self.num_inputs // rows
+        return max(self.world_size * self.num_inputs, padded + padded // self.world_size)
 
     def __str__(self) -> str:
         shape = ", ".join(map(str, (*self.lead, self.width)))
@@ -44,17 +55,17 @@ class PairCase:
 
 
 def make_pair_cases(seed: int, world_size: int, num_cases: int) -> list[PairCase]:
-    """Draw cases: F is so large that sending weights or hidden channels costs more than sending every rank's sum."""
+    """Draw cases: F is so large that sending weights or a rank's channels costs more than sending every rank's sum."""
     rng = random.Random(f"pair:{seed}:{world_size}")
     leads = [(3,), (2, 2), (1,), (2, 1, 2)]
-    sizes = [(6, 48), (8, 64), (12, 96), (7, 56)]
-    rng.shuffle(sizes)
+    widths = [6, 8, 12, 7]
+    rng.shuffle(widths)
     return [
         PairCase(
             world_size=world_size,
             lead=leads[number % len(leads)],
-            width=sizes[number % len(sizes)][0],
-            hidden=sizes[number % len(sizes)][1],
+            width=widths[number % len(widths)],
+            hidden=3 * world_size**2 * widths[number % len(widths)],
             seed=rng.randrange(10**6),
         )
         for number in range(num_cases)
@@ -117,16 +128,47 @@ def make_truth(case: PairCase, rank: int) -> Truth:
         "own_part_no_bias": part_y - bias,
         "mean": (y - bias) / num_ranks + bias,
         "mean_of_all": y / num_ranks,
-    }
+    } | _mistaken_outputs(x, weights, rank, num_ranks)
     input_grads = {
         "right": grad_x,
         "own_part": part_grad_x,
         "times_ranks": num_ranks * grad_x,
         "own_part_times_ranks": num_ranks * part_grad_x,
         "over_ranks": grad_x / num_ranks,
+        "own_part_over_ranks": part_grad_x / num_ranks,
     }
     part_grads = cut(grads, rank, num_ranks)
     return Truth(x=x, grad_y=grad_y, parts=parts, outputs=outputs, input_grads=input_grads, part_grads=part_grads)
+
+
+def _mistaken_outputs(x: Tensor, weights: Mapping[str, Tensor], rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """Compute what a rank's output is with a mistake in forward, by the word for it."""
+    w_in, b_in, w_out, b_out = (weights[name] for name in PARTS)
+    no_gelu = F.linear(F.linear(x, w_in, b_in), w_out)
+    activations = {"relu": F.relu, "silu": F.silu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
+    activations["gelu_by_tanh"] = lambda channels: F.gelu(channels, approximate="tanh")
+    summands = torch.stack([_forward(x, cut(weights, other, num_ranks)) for other in range(num_ranks)])
+    found = {
+        "x_summed": _forward(num_ranks * x, weights),
+        "x_over_ranks": _forward(x / num_ranks, weights),
+        "only_x_summed": _forward(num_ranks * x, cut(weights, rank, num_ranks)),
+        "no_gelu": no_gelu,
+        "gelu_after_sum": F.gelu(no_gelu),
+        "gelu_after_sum_and_bias": F.gelu(no_gelu + b_out) - b_out,
+        "gelu_twice": F.gelu(_forward(x, weights)),
+        "no_b_in": _forward(x, {**weights, "b_in": torch.zeros_like(b_in)}),
+        "max": summands.amax(dim=0),
+        "min": summands.amin(dim=0),
+        "product": summands.prod(dim=0),
+    }
+    found |= {name: F.linear(function(F.linear(x, w_in, b_in)), w_out) for name, function in activations.items()}
+    without = {f"{word}_no_bias": output for word, output in found.items()}
+    return {word: output + b_out for word, output in found.items()} | without
+
+
+def _forward(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the output without `b_out`."""
+    return F.linear(F.gelu(F.linear(x, weights["w_in"], weights["b_in"])), weights["w_out"])
 
 
 def run_mlp(x: Tensor, grad_y: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -25,6 +25,25 @@ OUTPUTS = {
     "no_bias": "b_out is missing in the output",
     "mean": "the ranks' partial outputs are averaged: they are parts of one sum, so add them up",
     "mean_of_all": "the ranks' partial outputs are averaged: they are parts of one sum, so add them up",
+    "x_summed": "x is added up over the ranks in front: it is the same on every rank already, and becomes {n} times as "
+    "large",
+    "x_over_ranks": "x is divided by the number of ranks in front: it is the same on every rank, leave it as it is",
+    "only_x_summed": "the two places are swapped: x is added up over the ranks, and the outputs are not. In forward x "
+    "is the same on every rank, and the outputs are to be added up; in backward it is the other way round",
+    "no_gelu": "gelu is missing between the two layers",
+    "gelu_after_sum": "gelu stands after the sum: it belongs between the two layers, on each rank's own channels",
+    "gelu_after_sum_and_bias": "gelu stands after the sum: it belongs between the two layers, on each rank's own "
+    "channels",
+    "gelu_twice": "gelu is applied to the output too: it stands between the two layers only",
+    "no_b_in": "b_in is missing: it is added before gelu",
+    "max": "of the ranks' partial outputs the largest is taken (ReduceOp.MAX): they are summands, so add them up",
+    "min": "of the ranks' partial outputs the least is taken (ReduceOp.MIN): they are summands, so add them up",
+    "product": "the ranks' partial outputs are multiplied (ReduceOp.PRODUCT): they are summands, so add them up",
+    "relu": "between the layers stands relu: the task's MLP has gelu",
+    "silu": "between the layers stands silu: the task's MLP has gelu",
+    "tanh": "between the layers stands tanh: the task's MLP has gelu",
+    "sigmoid": "between the layers stands sigmoid: the task's MLP has gelu",
+    "gelu_by_tanh": "gelu is approximated by tanh, and differs from F.gelu(x): leave `approximate` out",
     "missing": "return the output as a tensor",
     "nan": "the output holds NaN or infinity",
 }
@@ -38,6 +57,18 @@ INPUT_GRADS = {
     "over_ranks": "x.grad is 1 / {n} of what it must be: its parts are to be added up, not averaged",
     "missing": "x.grad is None: nothing leads from the output back to x",
 }
+NOT_WAITED_FOR = (
+    "the all-reduce in {phase} is begun with async_op=True and not waited for: what it returns has a wait(), and until "
+    "that is called the tensor holds this rank's own numbers"
+)
+NOT_USED = (
+    "an all-reduce is called in {phase}, and its result is not used: each rank goes on with its own part. "
+    "dist.all_reduce changes the tensor that it is given"
+)
+AVERAGED_IN_FRONT = (
+    "x.grad is 1 / {n} of what it must be: x is averaged over the ranks in front, and autograd sees the division only. "
+    "x is the same on every rank already, leave it as it is"
+)
 SUMMED_AGAIN = (
     "gradients are {n} times too large: the sum of forward adds up again in backward (as the all_reduce of "
     "torch.distributed.nn.functional does). Every rank holds the whole gradient of the output already: pass it on as "
@@ -89,17 +120,41 @@ def _explain_output(reports: CaseReports) -> dict[str, str]:
     wrong = {rank: word for rank, word in outputs.items() if word != "right"}
     if not wrong:
         return {}
+    unused = _explain_unused(reports, "forward", list(wrong.values()))
+    if unused:
+        return {"y unused": unused}
     if 0 not in wrong and len(wrong) == num_ranks - 1:
         return {"first rank": FIRST_RANK_ONLY.format(what="the output")}
     rank, word = next(iter(wrong.items()))
     if word in OUTPUTS:
         return {f"y {word}": OUTPUTS[word].format(n=num_ranks)}
+    if word.removesuffix("_no_bias") in OUTPUTS:
+        sentence = OUTPUTS[word.removesuffix("_no_bias")].format(n=num_ranks)
+        return {f"y {word}": f"{sentence}; and b_out is missing in the output"}
     if word.startswith("shape"):
         expected = [*reports.case.lead, reports.case.width]
         return {"y shape": f"rank {rank} returns a tensor of {word}, and must return one of shape {expected}"}
     if len(wrong) < num_ranks:
         return {"y some": f"the output is right on some ranks only, not on {name_ranks(list(wrong))}"}
     return {"y off": "the output is not that of one process"}
+
+
+def _count_all_reduces(reports: CaseReports, phase: str) -> int:
+    """Return how many all-reduces every rank calls in a direction."""
+    calls = [report["calls"] for report in reports.by_rank.values()]
+    return min(
+        sum(when == phase and name.replace("_", "").startswith("allreduce") for when, name, _ in one) for one in calls
+    )
+
+
+def _explain_unused(reports: CaseReports, phase: str, wrong: list[str]) -> str:
+    """Say why ranks go on with their own part (words of what is wrong) although they call an all-reduce, or ""."""
+    are_own = [word in ("own_part", "own_part_no_bias") for word in wrong]
+    if not _count_all_reduces(reports, phase) or not any(are_own):
+        return ""
+    if any(phase in report["later"] for report in reports.by_rank.values()):
+        return NOT_WAITED_FOR.format(phase=phase)  # some ranks may have found it ended
+    return NOT_USED.format(phase=phase) if all(are_own) and len(wrong) == reports.case.world_size else ""
 
 
 def _explain_gradients(reports: CaseReports) -> dict[str, str]:
@@ -116,7 +171,12 @@ def _explain_gradients(reports: CaseReports) -> dict[str, str]:
     inner = grads["w_in"] | grads["b_in"] | grads["w_out"]
     if "times_ranks" in input_words | inner or "own_part_times_ranks" in input_words:
         found["summed again"] = SUMMED_AGAIN.format(n=num_ranks)
-    if input_words - {"right"} and inputs[0] == "right":
+    unused = _explain_unused(reports, "backward", [word for word in inputs.values() if word != "right"])
+    if unused:
+        found["x.grad unused"] = unused
+    elif {"over_ranks", "own_part_over_ranks"} & input_words and _count_all_reduces(reports, "forward") > 1:
+        found["x.grad averaged"] = AVERAGED_IN_FRONT.format(n=num_ranks)
+    elif input_words - {"right"} and inputs[0] == "right":
         found["x.grad first rank"] = FIRST_RANK_ONLY.format(what="x.grad")
     else:
         known = next((word for word in inputs.values() if word in INPUT_GRADS), "")
@@ -159,7 +219,11 @@ def _explain_sent(reports: CaseReports) -> dict[str, str]:
     case = reports.case
     for rank, report in sorted(reports.by_rank.items()):
         for phase in ("forward", "backward"):
-            calls = [(name, numbers) for when, name, numbers in report["calls"] if when == phase]
+            calls = [
+                (name, numbers)
+                for when, name, numbers in report["calls"]
+                if when == phase and not name.startswith("recv")  # only what is handed in counts
+            ]
             total = sum(numbers for _, numbers in calls)
             if total <= case.most_numbers:
                 continue
@@ -173,7 +237,7 @@ def _explain_sent(reports: CaseReports) -> dict[str, str]:
             )
             return {
                 "sent": f"rank {rank} hands {total:,} numbers to collectives in {phase} (x has "
-                f"{case.most_numbers // case.world_size:,}, the limit is {case.most_numbers:,}): {what}"
+                f"{case.num_inputs:,}, the limit is {case.most_numbers:,}): {what}"
             }
     return {}
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import numbers
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from vlmcourse.grading.checks import as_number
-from vlmcourse.grading.placements import EXACT, Placement, best_counts, credit, slowest, stage_costs
+from vlmcourse.grading.placement_objectives import EXACT
+from vlmcourse.grading.placement_strategies import NEAR_BEST, STRATEGIES, Matches, Strategy
+from vlmcourse.grading.placements import Placement, best_counts, credit, slowest
 
 MIN_TELLING = 3
 """Wrong answers from which a misconception may be told."""
+MIN_SHARE = 0.85
+"""Share of the answers that a strategy must give to be named."""
 
 
 def read_placement(answer: Any, case: Placement) -> tuple[list[int], str]:
@@ -28,10 +31,16 @@ def read_placement(answer: Any, case: Placement) -> tuple[list[int], str]:
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     num_layers, num_stages = len(case.costs), case.num_stages
     if not isinstance(answer, (list, tuple)):
-        return [], f"return a list with the number of layers of each stage, not {type(answer).__name__}"
+        is_time = as_number(answer) is not None and math.isclose(float(answer), case.best())
+        time = ": this looks like the time of the slowest stage" if is_time and case.best() != num_layers else ""
+        return [], f"return a list with the number of layers of each stage, not {type(answer).__name__}{time}"
     if answer and all(isinstance(item, (list, tuple, range)) for item in answer):
         return _read_layers([list(item) for item in answer], num_layers, num_stages)
-    if not all(as_number(item) is not None and float(item).is_integer() for item in answer):
+    if not all(as_number(item) is not None for item in answer):
+        return [], f"return whole numbers of layers, not {answer!r:.80}"
+    if len(answer) == num_stages and _are_times([float(item) for item in answer], case):
+        return [], f"{answer!r:.80} looks like the times of the stages: return how many layers each stage has"
+    if not all(float(item).is_integer() for item in answer):
         return [], f"return whole numbers of layers, not {answer!r:.80}"
     counts = [int(item) for item in answer]
     if len(counts) != num_stages:
@@ -59,6 +68,12 @@ def _read_layers(stages: list[list[Any]], num_layers: int, num_stages: int) -> t
     return counts, _find_fault(counts, num_layers)
 
 
+def _are_times(answer: list[float], case: Placement) -> bool:
+    """Tell whether an answer adds up to the cost of all layers, and not to their number."""
+    total = math.fsum(answer)
+    return math.isclose(total, math.fsum(case.costs), rel_tol=1e-6) and total != len(case.costs)
+
+
 def _run_from(layers: Sequence[int]) -> list[int]:
     return list(range(min(layers, default=0), min(layers, default=0) + len(layers)))
 
@@ -70,13 +85,33 @@ def _explain_length(counts: list[int], num_layers: int, num_stages: int) -> str:
             f"{counts} has {len(counts)} entries for {num_stages} stages and looks like cuts: return how many layers "
             "each stage has"
         )
+    if len(counts) == num_stages + 1 and counts[0] == 0 and counts[-1] == num_layers and _rise(counts):
+        return (
+            f"{counts} looks like the layers at which stages begin and end: return how many layers each stage has, the "
+            "differences"
+        )
     if len(counts) == num_layers and set(counts) <= set(range(num_stages)):
         return "this looks like the stage of each layer: return one number for each stage, how many layers it has"
     return f"{len(counts)} numbers for {num_stages} stages: return one for each stage"
 
 
+def _rise(counts: list[int]) -> bool:
+    return all(before < after for before, after in pairwise(counts))
+
+
 def _find_fault(counts: list[int], num_layers: int) -> str:
     """Say which rule a list of the right length breaks, or ""."""
+    if sum(counts) != num_layers and _rise(counts):
+        if counts[-1] == num_layers:
+            return (
+                f"{counts} looks like running totals, the layer at which each stage ends: return how many layers each "
+                "stage has, the differences"
+            )
+        if counts[0] == 0 and counts[-1] < num_layers:
+            return (
+                f"{counts} looks like the layer with which each stage begins: return how many layers each stage has, "
+                "the differences"
+            )
     if min(counts) < 0:
         return f"{counts} has a negative number of layers"
     if sum(counts) != num_layers:
@@ -96,108 +131,42 @@ Answers = Sequence[tuple[Placement, list[int]]]
 
 
 def explain_placements(answers: Answers) -> str:
-    """Return the misconception behind the answers that are not the best, or ""."""
+    """Return the misconception behind the answers that are not the best, or "": the one that gives most of them.
+
+    A strategy must give most of the wrong answers, and most of all, as the right ones are no accident of it either.
+    """
     wrong = [(case, counts) for case, counts in answers if credit(case, counts) < 1]
     if len(wrong) < MIN_TELLING:
         return ""
-    if _share(max(counts) - min(counts) <= 1 for _, counts in wrong) >= 0.9:
-        return "you give each stage equally many layers: what must be equal is the time of a stage, and layers differ"
-    for zeroed, words in (((-1,), "last layer"), ((0,), "first layer"), ((0, -1), "first and the last layer")):
-        if _share(_is_best_without(case, counts, zeroed) for case, counts in wrong) >= 0.9:
-            return f"you leave the cost of the {words} out: embedding and output stand on a stage like any other layer"
-    if _share(_has_least_squares(case, counts) for case, counts in wrong) >= 0.9:
-        return (
-            "you make the stages as alike as possible (the least squares): only the slowest stage counts, and what the "
-            "faster ones do below it costs nothing"
-        )
-    for fill in FILLS:
-        telling = [(case, counts) for case, counts in answers if credit(case, fill(case)) < 1]
-        if len(telling) >= MIN_TELLING and _share(fill(case) == counts for case, counts in telling) >= 0.8:
-            return _explain_greedy([(case, counts) for case, counts in telling if fill(case) == counts])
-    return ""
-
-
-def _share(truths: Any) -> float:
-    found = list(truths)
-    return sum(found) / len(found) if found else 0.0
-
-
-def _is_best_without(case: Placement, counts: list[int], zeroed: tuple[int, ...]) -> bool:
-    costs = list(case.costs)
-    for layer in zeroed:
-        costs[layer] = 0.0
-    return slowest(costs, counts) <= slowest(costs, best_counts(costs, case.num_stages)) * (1 + EXACT)
-
-
-def _has_least_squares(case: Placement, counts: list[int]) -> bool:
-    least = stage_costs(case.costs, best_counts(case.costs, case.num_stages, power=2))
-    return math.isclose(
-        math.fsum(cost**2 for cost in stage_costs(case.costs, counts)),
-        math.fsum(cost**2 for cost in least),
-        rel_tol=1e-9,
-    )
-
-
-def _explain_greedy(answers: Answers) -> str:
-    """Name the shortest case in which filling up to the mean fails."""
-    case, counts = min(answers, key=lambda pair: len(pair[0].costs))
-    mean = math.fsum(case.costs) / case.num_stages
-    better = best_counts(case.costs, case.num_stages)
+    found = _find_strategy(STRATEGIES, wrong, answers) or _find_strategy([NEAR_BEST], wrong, answers)
+    if found is None:
+        return ""
+    case, counts = min(wrong, key=lambda pair: len(pair[0].costs))
     return (
-        f"you fill one stage after the other up to the mean. With costs {[*case.costs]} on {case.num_stages} stages "
-        f"the mean is {mean:.4g}, and {counts} takes {slowest(case.costs, counts):.4g} where {better} takes "
-        f"{case.best():.4g}: each stage decides alone, and what is left falls to the others"
+        f"{found.what}. With costs {[*case.costs]} on {case.num_stages} stages, {counts} takes "
+        f"{slowest(case.costs, counts):.4g} where {best_counts(case.costs, case.num_stages)} takes {case.best():.4g}: "
+        f"{found.why}"
     )
 
 
-def fill_to_mean(case: Placement, rule: str, renew: bool) -> list[int]:
-    """Place layers greedily: close a stage at the mean.
-
-    Args:
-        case: what to place.
-        rule: close "before" a layer that would exceed the mean, "after" the one that reaches it, or at the "nearest".
-        renew: whether the mean is that of the layers and stages still left.
-    """
-    costs, left = case.costs, case.num_stages
-    counts, start = [], 0
-    mean = math.fsum(costs) / left
-    while left > 1:
-        mean = math.fsum(costs[start:]) / left if renew else mean
-        end, total = start + 1, costs[start]
-        while end < len(costs) - (left - 1):
-            over = total + costs[end] - mean
-            if (
-                (rule == "before" and over > 1e-9)
-                or (rule == "after" and total >= mean - 1e-9)
-                or (rule == "nearest" and over > mean - total)
-            ):
-                break
-            total, end = total + costs[end], end + 1
-        counts.append(end - start)
-        start, left = end, left - 1
-    return [*counts, len(costs) - start]
+def _find_strategy(strategies: Sequence[Strategy], wrong: Answers, answers: Answers) -> Strategy | None:
+    """Return the strategy that gives the largest share of the answers, the first of several."""
+    found, most = None, MIN_SHARE
+    for strategy in strategies:
+        for matches in strategy.variants:
+            share = min(_share(matches, wrong, most), _share(matches, answers, most))
+            if share > most or (share == most and found is None):
+                found, most = strategy, share
+        if found and most == 1:
+            break
+    return found
 
 
-def cut_at_multiples(case: Placement, nearest: bool) -> list[int]:
-    """Place layers by cutting where the running sum reaches, or comes nearest to, each multiple of the mean."""
-    total = list(accumulate(case.costs))
-    cuts = [0]
-    for stage in range(1, case.num_stages):
-        goal = total[-1] * stage / case.num_stages
-        cut = bisect_left(total, goal - 1e-9) + 1
-        if nearest and cut > 1 and goal - total[cut - 2] <= total[cut - 1] - goal:
-            cut -= 1
-        cuts.append(min(max(cut, cuts[-1] + 1), len(total) - (case.num_stages - stage)))
-    return [end - start for start, end in pairwise([*cuts, len(total)])]
-
-
-FILLS: tuple[Callable[[Placement], list[int]], ...] = (
-    *(
-        lambda case, rule=rule, renew=renew: fill_to_mean(case, rule, renew)
-        for rule in ("before", "after", "nearest")
-        for renew in (False, True)
-    ),
-    lambda case: cut_at_multiples(case, nearest=False),
-    lambda case: cut_at_multiples(case, nearest=True),
-)
-"""Ways to fill stages up to the mean."""
+def _share(matches: Matches, answers: Answers, least: float) -> float:
+    """Return the share of answers that match, or 0 as soon as it cannot be as much as `least`."""
+    missed = 0
+    for case, counts in answers:
+        missed += not matches(case, counts)
+        if missed > (1 - least) * len(answers) + EXACT:
+            return 0.0
+    return 1 - missed / len(answers)

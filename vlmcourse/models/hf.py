@@ -20,15 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vlmcourse.models.hf_config import hf_config_from_shape, shape_from_hf_config
+from vlmcourse.config import HF_INDEX_FILE as INDEX_FILE
+from vlmcourse.config import HF_WEIGHTS_FILE as WEIGHTS_FILE
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.planner.hf_config import hf_config_from_shape, shape_from_hf_config
 
 __all__ = ["hf_config_from_shape", "load_hf_folder", "save_hf_folder", "shape_from_hf_config"]
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "language_model.lm_head.weight"
 EMBEDDING = "language_model.model.embed_tokens.weight"
 UNUSED = ("mask_token", "rotary_emb.inv_freq")

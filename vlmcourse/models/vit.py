@@ -143,7 +143,9 @@ class VisionTower(nn.Module):
         rows, columns = self.patch_grid(pixel_values_ICHW)
         pixels = pixel_values_ICHW.to(self.patch_embedding.weight.dtype)
         patches_IPD = self.patch_embedding(pixels).flatten(2).transpose(1, 2)
-        class_I1D = self.class_token.expand(patches_IPD.shape[0], -1, -1).to(patches_IPD.dtype)
+        # From [1, width], not [1, 1, width]: for a single tile an expansion hands its gradient on as a view with other
+        # strides than the weight has, and what keeps gradients in one buffer warns of those.
+        class_I1D = self.class_token[0].expand(patches_IPD.shape[0], -1, -1).to(patches_IPD.dtype)
         return torch.cat((class_I1D, patches_IPD), dim=1) + self._positions(rows, columns)
 
     def _positions(self, rows: int, columns: int) -> Tensor:

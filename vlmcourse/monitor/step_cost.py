@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -60,8 +61,10 @@ def measure_step_costs(trainers: Mapping[str, Trains], num_warmup: int = 2, num_
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(num_warmup + num_timed):
         for name, trainer in trainers.items():
+            _finish_work(trainer.model)  # of the one before
             started_s = time.perf_counter()
             trainer.train_step()
+            _finish_work(trainer.model)
             if turn >= num_warmup:
                 seconds[name].append(time.perf_counter() - started_s)
     costs = {}
@@ -74,3 +77,10 @@ def measure_step_costs(trainers: Mapping[str, Trains], num_warmup: int = 2, num_
         state = measure_ledger(trainer.model, own)
         costs[name] = StepCost(state, meter.peak_bytes, counter.sent_bytes, min(seconds[name]))
     return costs
+
+
+def _finish_work(model: nn.Module) -> None:
+    """Wait until a GPU has done what it was asked: its kernels run on after the calls that start them return."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -17,7 +17,11 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29400
 """Where machines meet unless the person says otherwise; also `torchrun`'s own choice."""
 SECONDS_PER_MINUTE = 60
-
+JOB_PORTS = (20000, 10000)
+"""Where jobs of a cluster meet, each on a port of its own: the first of these, and how many there are. They lie below
+those that Linux gives to outgoing connections (32768 and up)."""
+NO_GPUS = "CUDA_VISIBLE_DEVICES="
+"""What hides a machine's GPUs from ranks that are to run on CPU cores."""
 
 RUN_ID = "vlmcourse"
 """What every machine calls the run; always the same, so that a command can be used again."""
@@ -56,6 +60,10 @@ class SlurmRequest:
     account: str = ""
     setup: tuple[str, ...] = ()
     """Lines of shell, such as one that activates an environment."""
+    port: int = 0
+    """Where the machines meet, on the first of them; 0 takes one that follows from the job's number."""
+    hides_gpus: bool = False
+    """Whether ranks see no GPU, even on a machine that has some."""
 
 
 def find_endpoint(options: CellOptions) -> str:
@@ -128,7 +136,10 @@ def format_slurm(options: CellOptions, script: str) -> str:
 
 
 def slurm_script(job: TorchrunJob, request: SlurmRequest) -> str:
-    """Return a batch script in which `srun` starts one `torchrun` a machine; they meet at the first of them."""
+    """Return a batch script in which `srun` starts one `torchrun` a machine; they meet at the first of them.
+
+    The script ends at the first line that fails. Two jobs may have the same first machine: each has its own port.
+    """
     asked = {
         "--job-name": shlex.quote(request.job_name),
         "--nodes": str(job.nnodes[1]),
@@ -146,13 +157,18 @@ def slurm_script(job: TorchrunJob, request: SlurmRequest) -> str:
     setup = "".join(f"{line}\n" for line in request.setup)
     # srun does not inherit the batch script's --cpus-per-task.
     cores = f"--cpus-per-task {request.cpus_per_task} " if request.cpus_per_task else ""
+    hidden = f"env {NO_GPUS} " if request.hides_gpus else ""
+    port = str(request.port or f"$(({JOB_PORTS[0]} + SLURM_JOB_ID % {JOB_PORTS[1]}))")
     return f"""#!/bin/bash
 {directives}
 # One torchrun a machine (--ntasks-per-node=1), which starts {job.nproc} ranks there.{about_gpus} --time is in minutes.
 
-{setup}first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun {cores}torchrun --nnodes {nodes} --nproc-per-node {job.nproc}{restarts} \\
-    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_host:{DEFAULT_PORT}" \\
+set -eo pipefail
+{setup}hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_host=${{hosts%%$'\\n'*}}
+port={port}
+srun {cores}{hidden}torchrun --nnodes {nodes} --nproc-per-node {job.nproc}{restarts} \\
+    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_host:$port" \\
     {shlex.join(job.command)}
 """
 

@@ -1,27 +1,31 @@
 """A pipeline that measures its layers while it trains, finds the best split of them and moves to it.
 
-Enters: a pipeline and its optimizer, with any split. Leaves: the same two with the split whose slowest stage is fastest
-by the measured times, where that is better by a stated margin; and a record of what was decided and why. A step of a
-pipeline takes about as long as its slowest stage needs for all micro-batches, and that stage is hard to guess for a
-vision-language model: it depends on how many tiles and how much text the batches hold. Chapter 1.
+Enters: a pipeline and its optimizer, with any split. Leaves: the same two with the split whose step is shortest by the
+measured times, where that is better by a stated margin; and a record of what was decided and why. A pipeline keeps the
+pace of its busiest rank, and that one is hard to guess for a vision-language model: it depends on how many tiles and
+how much text the batches hold. Chapter 1.
 
 Ranks are taken to be equally fast, and messages to cost the same wherever the cuts are.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from vlmcourse.parallel.best_split import find_best_split, step_s
 from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes
 from vlmcourse.parallel.moving import Moved, find_move_problem, move_layers
+from vlmcourse.parallel.parcels import share_groups
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.planner.schedules import SCHEDULES
-from vlmcourse.planner.stages import StageSplit, split_by_cost
+from vlmcourse.planner.stages import StageSplit
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,16 @@ class Proposal:
     present: StageSplit
     split: StageSplit
     times: LayerTimes
-
-    @property
-    def before_s(self) -> float:
-        """Seconds of the present split's slowest stage, forward and backward of one micro-batch."""
-        return max(self.times.of_stages(self.present))
-
-    @property
-    def after_s(self) -> float:
-        """The same of the proposed split; no split has less."""
-        return max(self.times.of_stages(self.split))
+    before_s: float
+    """Seconds of a step with the present split: the order that ran, with the measured times, messages left out."""
+    after_s: float
+    """The same of the proposed split."""
+    least_s: float
+    """No split has a shorter step; this is `after_s` where the search was exact, see `find_best_split`."""
 
     @property
     def gain_fraction(self) -> float:
-        """By which share of its time the slowest stage becomes faster."""
+        """By which share of its time a step becomes shorter."""
         return 1 - self.after_s / self.before_s if self.before_s else 0.0
 
 
@@ -82,17 +82,18 @@ class AdaptivePipelineScheduler:
 
         Args:
             pipeline: changed in place when layers move.
-            optimizer: this rank's; changed in place too.
+            optimizer: this rank's; changed in place too, first of all by `share_groups`: make an LR scheduler after
+                this one.
             warmup_steps: steps before the measured ones; the first of a run also allocates.
             measure_steps: steps to measure.
-            min_gain: by which share of its time the slowest stage must become faster for layers to move, 0 to 1.
+            min_gain: by which share of its time a step must become shorter for layers to move, 0 to 1.
             repeat_every: steps from one decision to the beginning of the next measurement; 0 decides once.
             everyone: all ranks that have stages of the model; None is all ranks there are. All of them must make such a
                 scheduler with the same numbers.
 
         Raises:
             ValueError: on all ranks, if a number is out of range or what stands on the stages cannot be moved.
-        Communicates: one all-gather of objects over `everyone`.
+        Communicates: two all-gathers of objects over `everyone`.
         """
         for name, value, least in (
             ("warmup_steps", warmup_steps, 0),
@@ -102,7 +103,7 @@ class AdaptivePipelineScheduler:
             if value < least:
                 raise ValueError(f"{name} = {value}: must be at least {least}")
         if not 0 <= min_gain < 1:
-            raise ValueError(f"min_gain = {min_gain}: it is a share of a stage's time, from 0 to below 1")
+            raise ValueError(f"min_gain = {min_gain}: it is a share of a step's time, from 0 to below 1")
         self.model = pipeline if isinstance(pipeline, PipelinedModel) else None
         self.pipeline = pipeline.pipeline if isinstance(pipeline, PipelinedModel) else pipeline
         self.optimizer, self.everyone = optimizer, everyone
@@ -123,6 +124,7 @@ class AdaptivePipelineScheduler:
         refused = [said for said in found if said is not None]
         if refused:
             raise ValueError(f"rank {dist.get_rank()}: the layers of this pipeline cannot be moved: {refused[0]}")
+        share_groups(self.optimizer, self.everyone)
 
     def step_done(self) -> Decision | None:
         """Note that an optimizer step has ended; measure the next one, or decide, when the time has come.
@@ -165,7 +167,7 @@ class AdaptivePipelineScheduler:
 
         Raises:
             RuntimeError: if no step was measured.
-        Communicates: an all-reduce of 16 bytes a layer over all ranks.
+        Communicates: see `LayerTimer.share`.
         """
         if self._timer is None:
             raise RuntimeError(
@@ -174,20 +176,25 @@ class AdaptivePipelineScheduler:
         return self._timer.share(self.everyone)
 
     def propose(self, times: LayerTimes) -> Proposal:
-        """Find the split whose slowest stage is fastest; ranks with equal times find equal ones.
+        """Find the split with the shortest step; ranks with equal times find equal ones.
 
         Args:
             times: what `measure` returned.
+
+        Raises:
+            ValueError: if the times have no order.
         """
         pipeline, shape = self.pipeline, self.pipeline.stages[0].shape
-        split = split_by_cost(
+        best = find_best_split(
             shape,
-            times.total_s,
-            pipeline.num_stages,
+            times,
+            pipeline.schedule,
+            pipeline.split,
             block_each=any(isinstance(module, FSDPModule) for module in pipeline.modules),
             output_apart=shape.language.tied_embeddings and SCHEDULES[pipeline.schedule].splits_backward,
         )
-        return Proposal(pipeline.split, split, times)
+        before_s = step_s(times, pipeline.split)
+        return Proposal(pipeline.split, best.split, times, before_s, best.step_s, best.least_s)
 
     def decide(self) -> Decision:
         """Propose a split from what was measured, and move to it if the gain is large enough; all ranks call this.
@@ -198,7 +205,7 @@ class AdaptivePipelineScheduler:
         self._stop_measuring()
         moved = None
         promise = (
-            f"slowest stage {1e3 * proposal.before_s:.3g} ms -> {1e3 * proposal.after_s:.3g} ms a micro-batch, "
+            f"a step {1e3 * proposal.before_s:.3g} ms -> {1e3 * proposal.after_s:.3g} ms by the measured times, "
             f"a gain of {100 * proposal.gain_fraction:.1f} %"
         )
         if proposal.split == proposal.present or proposal.gain_fraction <= 0:
@@ -236,3 +243,24 @@ class AdaptivePipelineScheduler:
             if measuring:
                 self.start_measuring()
         return moved
+
+    def start_from(self, layers_per_stage: Sequence[int]) -> bool:
+        """Move to the split that an earlier run came to, if it is one for this pipeline; all ranks call this alike.
+
+        Args:
+            layers_per_stage: of that run, first stage first; empty if it had no pipeline.
+
+        Returns:
+            Whether the pipeline has that split now.
+        Communicates: see `move_layers`, if layers move.
+        """
+        present = self.pipeline.split
+        if len(layers_per_stage) != present.num_stages or sum(layers_per_stage) != present.num_layers:
+            return False
+        split = dataclasses.replace(present, layers_per_stage=tuple(layers_per_stage))
+        if split == present:
+            return True
+        if find_move_problem(self.pipeline, self.optimizer, split) is not None:
+            return False
+        self.move(split)
+        return True

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
-from vlmcourse.layout import SHARDED, Layout, find_layout
+from vlmcourse.layout import SHARDED, Layout, check_chosen, find_layout
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.compression import compress_gradients
 from vlmcourse.parallel.context import apply_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
-from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, find_units
+from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, count_wrong_prefetch, find_blocks, find_units
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
@@ -57,10 +57,13 @@ def apply_strategy(
         `PipelinedModel`.
 
     Raises:
-        ValueError: if the strategy cannot use this number of ranks.
+        ValueError: if the strategy cannot use this number of ranks or this kind of model, or is still auto.
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
+    check_chosen(config)
+    if config.tp * config.cp * config.pp > 1:
+        as_vlm(model)
     place = place or find_place(config, ranks)
     if config.pp > 1:
         if loss_sum is None:
@@ -139,6 +142,7 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
         RuntimeError: if the wrapper, the group's size, the shards or the equality of weights over ranks is wrong.
     Communicates: whole weights: an all-gather of 8 bytes a parameter; shards: an all-reduce of 16 bytes.
     """
+    check_chosen(config)
     layout = place.layout if place is not None else find_layout(config, ranks.world_size)
     where = f"rank {ranks.rank}: strategy {config.strategy!r}"
     if ranks.world_size > 1:
@@ -175,6 +179,9 @@ def _check_sharding(model: nn.Module, config: ParallelConfig, layout: Layout, ra
     if wrong:
         does = "free" if config.strategy == "zero2" else "keep"
         raise RuntimeError(f"{where}: {len(wrong)} units {does} their gathered weights after forward, as {wrong[0]}")
+    num_wrong = count_wrong_prefetch(find_blocks(model), config.prefetch)
+    if num_wrong:
+        raise RuntimeError(f"{where}: {num_wrong} blocks do not ask for weights as prefetch={config.prefetch} says")
     num_shards = layout.dp_shard * layout.cp
     whole = [name for name, p in model.named_parameters() if _num_parts(p, but="tp") != num_shards]
     if whole:

@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 7; torch.distributed.fsdp.fully_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,8 @@ def apply_fsdp(
         model.to_empty(device=ranks.device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
-    if prefetch:
-        set_prefetch(find_blocks(model), prefetch)
+    _skip_unreached(model, units)
+    set_prefetch(find_blocks(model), prefetch)
     return model
 
 
@@ -93,17 +93,56 @@ def _take_from_meta(model: nn.Module, ranks: Ranks) -> dict[str, Any] | None:
     return whole
 
 
+def _skip_unreached(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let the units that no backward pass reaches, as the blocks of a frozen vision tower, never be gathered for one.
+
+    These are the units before the first trainable parameter; behind it a frozen unit still hands a gradient on. PyTorch
+    would gather them ahead for the unit that comes after them in forward.
+    """
+    trainable = [i for i, parameter in enumerate(model.parameters()) if parameter.requires_grad]
+    place = {id(parameter): i for i, parameter in enumerate(model.parameters())}
+    for unit in units:
+        assert isinstance(unit, FSDPModule)
+        is_reached = any(trainable and place[id(p)] >= trainable[0] for p in unit.parameters())
+        unit.set_unshard_in_backward(is_reached)
+
+
 def set_prefetch(units: Sequence[nn.Module], ahead: int) -> None:
     """Let each unit ask for the weights of the next `ahead` units before it computes, in forward and in backward.
 
     Args:
-        units: in the order in which forward runs them; all given to `fully_shard`.
-        ahead: 1 or more; each costs the memory of one gathered unit.
+        units: in the order in which forward runs them; all given to `fully_shard`. Those that no backward reaches are
+            not asked for there.
+        ahead: each costs the memory of one gathered unit; 0 leaves it to PyTorch.
     """
+    for unit, forward, backward in _plan_prefetch(units, ahead):
+        unit.set_modules_to_forward_prefetch(forward)
+        unit.set_modules_to_backward_prefetch(backward)
+
+
+def count_wrong_prefetch(units: Sequence[nn.Module], ahead: int) -> int:
+    """Return how many of `units` do not ask for the weights of others as `set_prefetch` lets them."""
+    num_wrong = 0
+    for unit, forward, backward in _plan_prefetch(units, ahead):
+        state = unit._get_fsdp_state()
+        found = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+        num_wrong += found != tuple([other._get_fsdp_state() for other in others] for others in (forward, backward))
+    return num_wrong
+
+
+def _plan_prefetch(
+    units: Sequence[nn.Module], ahead: int
+) -> Iterator[tuple[FSDPModule, list[FSDPModule], list[FSDPModule]]]:
+    """Yield each unit, those that it asks for in forward, and those in backward."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for i, unit in enumerate(sharded):
-        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + ahead])
-        unit.set_modules_to_backward_prefetch(sharded[max(0, i - ahead) : i][::-1])
+        before = sharded[max(0, i - ahead) : i][::-1]
+        yield unit, sharded[i + 1 : i + 1 + ahead], [other for other in before if _is_gathered_in_backward(other)]
+
+
+def _is_gathered_in_backward(unit: FSDPModule) -> bool:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and group.unshard_in_backward
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:

@@ -1,18 +1,15 @@
-"""A whole, plain model again from whatever the ranks hold of it: to evaluate with, to export, to compare.
+"""Whole weights again from whatever the ranks hold of them: to export, to compare.
 
-Enters: a model under any strategy. Leaves: whole weights, whole gradients or a plain `VLM` on every rank, in the memory
-of a whole copy.
+Enters: a model under any strategy. Leaves: whole weights or gradients on every rank, in the memory of a whole copy.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.parallel.apply import named_plain_parameters
 from vlmcourse.parallel.comm import gather_full
 from vlmcourse.parallel.padding import cut_to, plain_sizes
@@ -39,18 +36,3 @@ def gather_plain_state(model: nn.Module, shape: VLMShape, *, gradients: bool = F
         dist.all_gather_object(of_stages, state, group=model.pipeline.group)
         state = {name: tensor for of_stage in of_stages for name, tensor in of_stage.items()}
     return state
-
-
-def gather_plain_model(model: nn.Module, shape: VLMShape, device: torch.device) -> VLM:
-    """Return a plain copy of a distributed model on every rank; all ranks must call this.
-
-    Args:
-        model: under any strategy.
-        shape: of the plain model.
-        device: where the copy goes; it takes the memory of all weights.
-    Communicates: see `gather_plain_state`.
-    """
-    plain = build_model(shape, device="meta")
-    weights = {name: weight.to(device) for name, weight in gather_plain_state(model, shape).items()}
-    plain.load_state_dict(weights, assign=True)
-    return plain.requires_grad_(False)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.stages import VLMStage
+from vlmcourse.parallel.timeline import Action, gather_actions
 from vlmcourse.planner.stages import StageSplit
 
 Moment = Any
@@ -34,12 +35,19 @@ class LayerTimes:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     num_samples: int
-    """Micro-batches of which each number is the median, on the rank with the fewest."""
+    """Micro-batches of which each number is a mean, on the rank with the fewest."""
+    order: tuple[tuple[Action, ...], ...] = ()
+    """What each rank of the pipeline ran in the last step measured, in order; the times in it are 0."""
 
     @property
     def total_s(self) -> tuple[float, ...]:
         """Forward and backward together."""
         return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of the step whose order is known."""
+        return 1 + max((action.microbatch for of_rank in self.order for action in of_rank), default=-1)
 
     def of_stages(self, split: StageSplit) -> tuple[float, ...]:
         """Return what each stage of a split takes, forward and backward."""
@@ -59,6 +67,17 @@ class _Action:
     ended: Moment = None
 
 
+class _Step(NamedTuple):
+    """The layers of one step on one rank."""
+
+    sizes: tuple[int, ...]
+    """All that the shapes of its micro-batches depend on."""
+    num_microbatches: int
+    forward_s: dict[int, float]
+    """Of each layer, the mean over the micro-batches."""
+    backward_s: dict[int, float]
+
+
 class LayerTimer:
     """Measures the layers of one rank's stages, from `start` to `stop`."""
 
@@ -66,9 +85,9 @@ class LayerTimer:
         self.pipeline = pipeline
         self.num_steps = 0
         """Steps measured."""
-        self._forward_s: dict[int, list[float]] = defaultdict(list)
-        self._backward_s: dict[int, list[float]] = defaultdict(list)
+        self._steps: list[_Step] = []
         self._actions: list[_Action] = []
+        self._order: list[Action] = []
         self._removers: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -150,12 +169,18 @@ class LayerTimer:
             else:
                 for layer, seconds in self._split_backward(action, forward[key]).items():
                     backward[key][layer] += seconds
-        for (stage, _), times in forward.items():
-            for layer in self.pipeline.split.layers(stage):
-                self._forward_s[layer].append(times.get(layer, 0.0))
-        for (stage, _), times in backward.items():
-            for layer in self.pipeline.split.layers(stage):
-                self._backward_s[layer].append(times.get(layer, 0.0))
+        split, rank = self.pipeline.split, self.pipeline.pp_rank
+        self._order = [Action(rank, a.kind, a.microbatch, a.stage, 0.0, 0.0) for a in self._actions]
+        layers = {stage: split.layers(stage) for stage, _ in forward}
+        num_microbatches = len(forward) // max(1, len(layers))
+        self._steps.append(
+            _Step(
+                self.pipeline.sizes,
+                num_microbatches,
+                _mean_by_layer(forward, layers, num_microbatches),
+                _mean_by_layer(backward, layers, num_microbatches),
+            )
+        )
         self._actions.clear()
         self.num_steps += 1
 
@@ -197,25 +222,57 @@ class LayerTimer:
     def share(self, everyone: dist.ProcessGroup | None = None) -> LayerTimes:
         """Return the times of all layers; where several ranks run copies of a layer, the slowest copy's.
 
+        Every micro-batch counts, the rare ones with many tiles too: a step lasts as long as all of them together. Steps
+        of one shape should take equally long, so of those the median counts, which a hiccup of the machine leaves as it
+        is; of steps of several shapes it is the mean.
+
         Args:
             everyone: all ranks that have stages of the model; None is all ranks there are.
 
         Raises:
             RuntimeError: if no step was measured.
-        Communicates: one all-reduce of 16 bytes a layer and 8 more, over `everyone`.
+        Communicates: one all-reduce of 16 bytes a layer and 8 more, over `everyone`; then one all-gather of objects
+            over the pipeline, about 100 bytes an action of one step.
         """
         if not self.num_steps:
             raise RuntimeError(f"rank {dist.get_rank()}: no step was measured: run one between start and close_step")
         num_layers = self.pipeline.split.num_layers
         mine = torch.zeros(2 * num_layers + 1, dtype=torch.float64)
-        for offset, times in ((0, self._forward_s), (num_layers, self._backward_s)):
-            for layer, seconds in times.items():
-                mine[offset + layer] = median(seconds)
-        mine[-1] = -min(len(seconds) for seconds in self._forward_s.values())  # the largest of these is the fewest
+        for offset, steps in (
+            (0, [(step.sizes, step.forward_s) for step in self._steps]),
+            (num_layers, [(step.sizes, step.backward_s) for step in self._steps]),
+        ):
+            for layer in steps[0][1]:
+                mine[offset + layer] = typical_s([(sizes, seconds[layer]) for sizes, seconds in steps])
+        mine[-1] = -sum(step.num_microbatches for step in self._steps)  # the largest of these is the fewest
         mine = mine.to(self.pipeline.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=everyone)
         *seconds, fewest = mine.tolist()
-        return LayerTimes(tuple(seconds[:num_layers]), tuple(seconds[num_layers:]), round(-fewest))
+        order = tuple(tuple(of_rank) for of_rank in gather_actions(self._order, self.pipeline.group))
+        return LayerTimes(tuple(seconds[:num_layers]), tuple(seconds[num_layers:]), round(-fewest), order)
+
+
+def _mean_by_layer(
+    of_stages: Mapping[tuple[int, int], Mapping[int, float]], layers: Mapping[int, range], num_microbatches: int
+) -> dict[int, float]:
+    """Return the mean seconds of each layer over a step's micro-batches; what was not seen took none."""
+    total = {layer: 0.0 for of_stage in layers.values() for layer in of_stage}
+    for times in of_stages.values():
+        for layer, seconds in times.items():
+            total[layer] += seconds
+    return {layer: seconds / num_microbatches for layer, seconds in total.items()}
+
+
+def typical_s(steps: Sequence[tuple[tuple[int, ...], float]]) -> float:
+    """Return what a step took on average: of steps of one shape their median, of different shapes the mean.
+
+    Args:
+        steps: the shape of each step, and its seconds.
+    """
+    of_shapes: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for sizes, seconds in steps:
+        of_shapes[sizes].append(seconds)
+    return sum(len(alike) * median(alike) for alike in of_shapes.values()) / len(steps)
 
 
 def trained_layers(stage: VLMStage) -> list[int]:

@@ -1,7 +1,8 @@
 """The grid of ranks, live: which axis a rank shares with whom, on process groups that PyTorch has made.
 
-Enters: a `Layout`, plain numbers. Leaves: a `Place`, this process's position in it with the groups to talk over, and a
-table of who holds what. Everything that splits a model or a batch is handed a `Place` or one axis of its mesh.
+Enters: a `Layout`, plain numbers. Leaves: a `Place`, this process's position in it with the groups to talk over.
+Everything that splits a model or a batch is handed a `Place` or one axis of its mesh. Tables of who holds what need no
+process: `Layout.table` and, with a model, `planner.grid.share_table`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, find_layout
+from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_chosen, find_layout
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
@@ -81,9 +82,11 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
         shape: of the model; what the degrees must divide is then checked too.
 
     Raises:
-        ValueError: if the degrees do not fit the number of ranks or the model; before anything is sent.
+        ValueError: if the degrees do not fit the number of ranks or the model, or the strategy is still auto; before
+            anything is sent.
     Communicates: on several ranks, what PyTorch's groups need to find each other.
     """
+    check_chosen(config)
     layout = find_layout(config, ranks.world_size)
     if shape is not None:
         check_shape_divides(config, shape)

@@ -29,13 +29,11 @@ from torch.optim import Optimizer
 
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.parcels import WEIGHT, Parcel, pack, regroup, share_groups
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.stages import VLMStage, layer_parameters
 from vlmcourse.planner.schedules import find_tied_problem
 from vlmcourse.planner.stages import StageSplit
-
-WEIGHT = "weight"
-"""The name of the parameter itself among the tensors that belong to it."""
 
 
 @dataclass(frozen=True)
@@ -58,34 +56,6 @@ class Move(NamedTuple):
     receiver: int
 
 
-class Value(NamedTuple):
-    """Something small that an optimizer keeps of a parameter."""
-
-    value: Any
-    dtype: torch.dtype | None = None
-    """If it is a tensor of one number; `value` is then that number."""
-    on_device: bool = False
-    """Whether that tensor is where the weights are."""
-
-
-@dataclass
-class Parcel:
-    """All that belongs to a parameter on one rank: what is as large as it as tensors, the rest as values."""
-
-    tensors: dict[str, Any]
-    """Under `WEIGHT` and the optimizer's names, this rank's parts; as the list of contents that precedes the tensors
-    themselves, pairs of shape and type."""
-    values: dict[str, Value]
-    """What else the optimizer keeps, such as the step count."""
-    options: dict[str, Any] | None
-    """Those of its group in the optimizer; None where it is not trained."""
-
-    def list_contents(self) -> Parcel:
-        """Return this without its tensors, to tell another rank what will come."""
-        contents = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in self.tensors.items()}
-        return Parcel(contents, self.values, self.options)
-
-
 def move_layers(
     pipeline: Pipeline, optimizer: Optimizer, split: StageSplit, everyone: dist.ProcessGroup | None = None
 ) -> Moved:
@@ -94,8 +64,8 @@ def move_layers(
     Args:
         pipeline: changed in place; its wrapper is applied to the new stages. Hooks that others put on its modules are
             gone, and so are gradients.
-        optimizer: of this rank's parameters, one with a state a parameter, such as AdamW; changed in place. A rank that
-            gets a tower it had nothing of gets the group too.
+        optimizer: of this rank's parameters, one with a state a parameter, such as AdamW; changed in place. All
+            ranks get the same groups, see `share_groups`.
         split: which layers stand on which stage from now on.
         everyone: all ranks that have stages of the model, data-parallel copies too; None is all ranks there are. All of
             them must call this.
@@ -106,21 +76,22 @@ def move_layers(
     Raises:
         ValueError: on all ranks, before any tensor is sent, if the split does not fit, ranks want different ones, or a
             wrapper or the optimizer keeps what cannot be moved.
-    Communicates: two all-gathers of objects; then weights and optimizer state of each parameter that changes ranks,
+    Communicates: three all-gathers of objects; then weights and optimizer state of each parameter that changes ranks,
         once, from its old rank to its new one.
     """
     started_s = time.perf_counter()
     _check_together(find_move_problem(pipeline, optimizer, split), split, everyone)
+    share_groups(optimizer, everyone)
     old = pipeline.stages[0]
     frame = build_model(old.shape, device="meta", dtype=old.dtype)
     moves = plan_moves(pipeline, split, names_by_layer(frame))
-    parcels = _pack(pipeline, optimizer)
+    parcels = pack(named_parameters(pipeline.stages), optimizer)
     contents, trained = _exchange_contents(pipeline, parcels, [m.name for m in moves if m.sender == pipeline.pp_rank])
     sent_bytes = _exchange_tensors(pipeline, parcels, contents, moves)
     for name, parameter in frame.named_parameters():
         parameter.requires_grad_(trained[name])
     _cut_and_fill(pipeline, frame.train(old.training), split, parcels)
-    _regroup(pipeline, optimizer, parcels)
+    regroup(named_parameters(pipeline.stages), optimizer, parcels)
     if pipeline.device.type == "cuda":
         gc.collect()  # wrappers refer to each other in circles that hold the old weights
     return Moved(
@@ -233,33 +204,6 @@ def plan_moves(pipeline: Pipeline, split: StageSplit, names: list[list[str]]) ->
     return moves
 
 
-def _pack(pipeline: Pipeline, optimizer: Optimizer) -> dict[str, Parcel]:
-    """Return all that this rank has, by name; of two copies of a tied embedding the first."""
-    options = {
-        id(p): {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    parcels: dict[str, Parcel] = {}
-    for stage in pipeline.stages:
-        for name, parameter in stage.named_parameters():
-            if name not in parcels:
-                parcels[name] = _pack_parameter(parameter, optimizer, options.get(id(parameter)))
-    return parcels
-
-
-def _pack_parameter(parameter: nn.Parameter, optimizer: Optimizer, options: dict[str, Any] | None) -> Parcel:
-    parcel = Parcel({WEIGHT: local_part(parameter.detach())}, {}, options)
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-            parcel.tensors[key] = local_part(value)
-        elif isinstance(value, Tensor) and not value.dim():
-            parcel.values[key] = Value(value.item(), value.dtype, value.device == parameter.device)
-        else:
-            parcel.values[key] = Value(value)
-    return parcel
-
-
 def _exchange_contents(
     pipeline: Pipeline, parcels: dict[str, Parcel], sent: list[str]
 ) -> tuple[dict[str, Parcel], dict[str, bool]]:
@@ -296,7 +240,7 @@ def _exchange_tensors(
                     key: torch.empty(s, dtype=d, device=pipeline.device) for key, (s, d) in content.tensors.items()
                 }
                 operations += [_receive(tensor, sender, pipeline.group) for tensor in tensors.values()]
-                parcels[move.name] = Parcel(tensors, content.values, content.options)
+                parcels[move.name] = Parcel(tensors, content.values, content.group)
         # A shard of a small tensor may be empty; there is nothing to send then.
         operations = [operation for operation in operations if operation.tensor.numel()]
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -332,53 +276,6 @@ def _cut_and_fill(pipeline: Pipeline, frame: VLM, split: StageSplit, parcels: di
         return module
 
     pipeline.cut(frame, split, fill_and_wrap)
-
-
-def _regroup(pipeline: Pipeline, optimizer: Optimizer, parcels: dict[str, Parcel]) -> None:
-    """Give the optimizer the parameters that are here now, in groups with the options that they had."""
-    groups: list[dict[str, Any]] = [
-        {key: value for key, value in group.items() if key != "params"} | {"params": []}
-        for group in optimizer.param_groups
-    ]
-    optimizer.state.clear()
-    used: set[str] = set()
-    for name, parameter in named_parameters(pipeline.stages):
-        parcel = parcels[name]
-        if parcel.options is None:
-            continue
-        group = next((g for g in groups if g == parcel.options | {"params": g["params"]}), None)
-        if group is None:
-            group = parcel.options | {"params": []}
-            groups.append(group)
-        group["params"].append(parameter)
-        state = _unpack_state(parameter, parcel, copy=name in used)
-        if state:
-            optimizer.state[parameter] = state
-        used.add(name)
-    optimizer.param_groups[:] = [group for group in groups if group["params"]]
-
-
-def _unpack_state(parameter: nn.Parameter, parcel: Parcel, copy: bool) -> dict[str, Any]:
-    """Return a parameter's state; a second copy of a tied embedding gets tensors of its own."""
-    state: dict[str, Any] = {}
-    for key, (value, dtype, on_device) in parcel.values.items():
-        if dtype is not None:
-            value = torch.tensor(value, dtype=dtype, device=parameter.device if on_device else "cpu")
-        state[key] = value
-    for key, tensor in parcel.tensors.items():
-        if key != WEIGHT:
-            state[key] = _like(parameter, tensor.clone() if copy else tensor)
-    return state
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a rank's part of a tensor as a `DTensor` where the parameter is one."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
 
 
 def named_parameters(stages: Iterable[VLMStage]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -96,6 +96,8 @@ class Pipeline:
         """What this rank did in the last step, if it was recorded."""
         self.on_action: OnAction | None = None
         """Runs each action of the next steps, to look at what happens inside; None just lets them run."""
+        self.sizes: tuple[int, ...] = ()
+        """All that the shapes of the last step's messages depend on, its number of micro-batches first."""
         self._runners: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._loss_scale, self._loss_sums = 1.0, []
         self._started_s = 0.0
@@ -185,6 +187,7 @@ class Pipeline:
         problem = self._find_problem(batches)
         check_same_batches(batches, problem, self.group, self.device)
         step = stack_batches(batches, self.stages[0].shape, self.device)
+        self.sizes = step.sizes
         for stage in self.stages:
             stage.precision = precision
         runner = self._runner(step)

@@ -41,7 +41,7 @@ class PipelinedModel(nn.Module):
         """
         raise RuntimeError(
             "No rank of a pipeline has all layers, so this model cannot be called: use model.pipeline.forward_backward "
-            "with the micro-batches of a step, or gather_plain_model to have all layers on every rank"
+            "with the micro-batches of a step, or generate_in_pipeline with prompts"
         )
 
 

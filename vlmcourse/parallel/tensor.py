@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,8 +86,6 @@ def apply_tensor(model: VLM, mesh: DeviceMesh, *, vision: str = "split", sequenc
     parallelize_module(model, mesh, plan_styles(model, vision, layout))
     if getattr(model, "language", None) is not None:
         split_predict(model.language, mesh, layout)
-    # Under FSDP torch warns that the split embedding returns a view, lest it be written into: `embed` never does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     _check_sequences_first(model, tp_degree, layout)
     check_tensor(model, vision)
     return model

@@ -161,8 +161,8 @@ class VocabularyEmbedding(ParallelStyle):
             is_elsewhere_BS = (own_ids_BS < 0) | (own_ids_BS >= rows_VD.shape[0])
             found_BSD = nn.functional.embedding(own_ids_BS.masked_fill(is_elsewhere_BS, 0), rows_VD)
             part_BSD = found_BSD.masked_fill(is_elsewhere_BS[..., None], 0)
-            whole_BSD = DTensor.from_local(part_BSD, device_mesh, [Partial()], run_check=False)
-            return whole_BSD.redistribute(placements=[Replicate()]).to_local()
+            # Not by DTensor, whose `to_local` is a view: FSDP2 warns of one, lest it be written into.
+            return cast(Tensor, SumForward.apply(part_BSD, device_mesh.get_group()))
 
         module.forward = run
         return module
@@ -215,6 +215,25 @@ class SumOverRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the sum of all ranks' gradients."""
         return _all_reduced(grads[0], ctx.group), None
+
+
+class SumForward(torch.autograd.Function):
+    """The sum of a tensor over ranks, in its own memory, where all ranks go on alike with it.
+
+    Communicates: an all-reduce of the tensor forward, nothing backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Turn `part` into the sum of all ranks' parts."""
+        ctx.mark_dirty(part)
+        dist.all_reduce(part, group=group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient, which all ranks have alike."""
+        return grads[0], None
 
 
 def _all_reduced(part: Tensor, group: dist.ProcessGroup) -> Tensor:

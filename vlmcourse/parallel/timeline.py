@@ -143,7 +143,7 @@ def replay_actions(ranks: Sequence[Sequence[Action]], cost_s: Mapping[tuple[str,
     while (done := sum(map(len, replayed))) < num_actions:
         for of_rank, new in zip(ranks, replayed, strict=True):
             for action in of_rank[len(new) :]:
-                needed = _needs(action, last_stage)
+                needed = needed_by(action, last_stage)
                 if needed is not None and needed not in ended:
                     break
                 start = max(new[-1].end_s if new else 0.0, ended[needed] if needed is not None else 0.0)
@@ -160,7 +160,7 @@ def replay_actions(ranks: Sequence[Sequence[Action]], cost_s: Mapping[tuple[str,
     return replayed
 
 
-def _needs(action: Action, last_stage: int) -> tuple[str, int, int] | None:
+def needed_by(action: Action, last_stage: int) -> tuple[str, int, int] | None:
     """Return kind, micro-batch and stage of the action whose result this one waits for."""
     if action.kind == "F":
         return ("F", action.microbatch, action.stage - 1) if action.stage else None

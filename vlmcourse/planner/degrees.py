@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from vlmcourse.layout import SHARDED, VISION_PLANS, ParallelConfig, find_layout
-from vlmcourse.planner.schedules import SCHEDULES, check_schedule
+from vlmcourse.planner.schedules import SCHEDULES, check_schedule, find_schedule_problems
 from vlmcourse.planner.stages import StageSplit, split_evenly, vision_apart
 from vlmcourse.presets import VLMShape
 
@@ -35,7 +36,7 @@ def settle(
     find_layout(config, world_size)
     reason = ""
     if shape is not None:
-        config, reason = resolve_auto(config, world_size, shape)
+        config, reason = resolve_auto(config, world_size, shape, accumulation_steps)
         check_shape_divides(config, shape)
     check_step(config, accumulation_steps)
     return config, reason
@@ -47,6 +48,14 @@ def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
     Raises:
         ValueError: listing all that does not divide.
     """
+    found = find_shape_problems(config, shape)
+    if found:
+        listed = "\n".join(f"  - {problem}" for problem in found)
+        raise ValueError(f"The model {shape.name!r} cannot be split as [parallel] says:\n{listed}")
+
+
+def find_shape_problems(config: ParallelConfig, shape: VLMShape) -> list[str]:
+    """Return what `check_shape_divides` refuses, one sentence each: what is wrong, a colon, and what to change."""
     found = tensor_problems(shape, config.tp, config.vision_plan)
     if config.cp_method == "ulysses":
         per_rank = shape.language.num_heads // config.tp
@@ -59,10 +68,8 @@ def check_shape_divides(config: ParallelConfig, shape: VLMShape) -> None:
         try:
             choose_split(config, shape)
         except ValueError as error:
-            found.append(f"pp={config.pp}: {error}; lower pp")
-    if found:
-        listed = "\n".join(f"  - {problem}" for problem in found)
-        raise ValueError(f"The model {shape.name!r} cannot be split as [parallel] says:\n{listed}")
+            found.append(f"{error}; lower pp = {config.pp}")
+    return found
 
 
 def tensor_problems(shape: VLMShape, tp: int, vision_plan: str) -> list[str]:
@@ -103,13 +110,23 @@ def check_step(config: ParallelConfig, accumulation_steps: int) -> None:
         ValueError: naming everything that is wrong.
     """
     if config.pp > 1:
-        check_schedule(
-            config.pp_schedule,
-            pp=config.pp,
-            num_microbatches=accumulation_steps,
-            data_strategy="fsdp" if config.strategy in SHARDED else config.strategy,
-            reshard_after_forward=config.strategy != "zero2",
-        )
+        check_schedule(num_microbatches=accumulation_steps, **_schedule_options(config))
+
+
+def _step_problems(config: ParallelConfig, accumulation_steps: int) -> list[str]:
+    """Return what `check_step` refuses."""
+    if config.pp == 1:
+        return []
+    return find_schedule_problems(num_microbatches=accumulation_steps, **_schedule_options(config))
+
+
+def _schedule_options(config: ParallelConfig) -> dict[str, Any]:
+    return {
+        "schedule": config.pp_schedule,
+        "pp": config.pp,
+        "data_strategy": "fsdp" if config.strategy in SHARDED else config.strategy,
+        "reshard_after_forward": config.strategy != "zero2",
+    }
 
 
 def find_indivisible(shape: VLMShape, tp: int, vision_tp: int) -> Iterator[tuple[str, str, str]]:
@@ -136,35 +153,65 @@ def find_indivisible(shape: VLMShape, tp: int, vision_tp: int) -> Iterator[tuple
             yield code, f"{name}={degree} does not divide {size} {what}", advice
 
 
-def resolve_auto(config: ParallelConfig, world_size: int, shape: VLMShape) -> tuple[ParallelConfig, str]:
+def resolve_auto(
+    config: ParallelConfig, world_size: int, shape: VLMShape, accumulation_steps: int | None = None
+) -> tuple[ParallelConfig, str]:
     """Replace the strategy auto by one that suits the number of ranks, and say why; others stay as they are.
 
     The rule: DDP up to 4 ranks; FSDP with tensor parallelism of degree 2 for the language tower and none for the vision
     tower up to 16; 4 pipeline stages x tensor parallelism of degree 4 x FSDP beyond. Where a degree does not divide the
-    ranks or the model, FSDP alone.
+    ranks or the model, or the pipeline cannot run, FSDP alone.
+
+    Args:
+        config: how the ranks share the work; a pipeline that is chosen runs its `pp_schedule`.
+        world_size: ranks of the run.
+        shape: of the model.
+        accumulation_steps: micro-batches of an optimizer step; None where they are not known yet, which counts as
+            enough.
 
     Returns:
         The configuration, and the reason; the reason is empty where nothing was chosen.
     """
     if config.strategy != "auto":
         return config, ""
+    chosen, reason = _choose(config, world_size, shape, accumulation_steps)
+    if chosen.pp_schedule != config.pp_schedule:
+        reason += f"; parallel.pp_schedule = {config.pp_schedule!r} is not used, since there is no pipeline"
+    return chosen, reason
+
+
+def _choose(
+    config: ParallelConfig, world_size: int, shape: VLMShape, accumulation_steps: int | None
+) -> tuple[ParallelConfig, str]:
+    """Apply the rule of `resolve_auto`."""
+    alone = dataclasses.replace(config, pp_schedule=ParallelConfig.pp_schedule)
     if world_size == 1:
-        return dataclasses.replace(config, strategy="single"), "one rank: there is nothing to share"
+        return dataclasses.replace(alone, strategy="single"), "one rank: there is nothing to share"
     if world_size <= 4:
         reason = f"{world_size} ranks, at most 4: whole copies (ddp) communicate least"
-        return dataclasses.replace(config, strategy="ddp"), reason
+        return dataclasses.replace(alone, strategy="ddp"), reason
     if world_size <= 16:
-        wanted = dataclasses.replace(config, strategy="fsdp", tp=2, vision_tp=1)
+        wanted = dataclasses.replace(alone, strategy="fsdp", tp=2, vision_tp=1)
         reason = f"{world_size} ranks, at most 16: shards (fsdp), and the language tower's matrices split by tp = 2"
     else:
         wanted = dataclasses.replace(config, strategy="fsdp", tp=4, pp=4, vision_heads="mlp_only")
         reason = (
-            f"{world_size} ranks, more than 16: pp = 4 stages, matrices split by tp = 4, shards (fsdp) over the rest"
+            f"{world_size:,} ranks, more than 16: pp = 4 stages, matrices split by tp = 4, shards (fsdp) over the rest"
         )
-    try:
-        find_layout(wanted, world_size)
-        check_shape_divides(wanted, shape)
-    except ValueError as error:
-        problem = str(error).splitlines()[-1].strip(" -")
-        return dataclasses.replace(config, strategy="fsdp"), f"{reason}; but {problem}: shards (fsdp) alone instead"
+    obstacle = _find_obstacle(wanted, world_size, shape, accumulation_steps)
+    if obstacle:
+        return dataclasses.replace(alone, strategy="fsdp"), f"{reason}; but {obstacle}, so shards (fsdp) alone"
     return wanted, reason
+
+
+def _find_obstacle(wanted: ParallelConfig, world_size: int, shape: VLMShape, accumulation_steps: int | None) -> str:
+    """Return the first thing that keeps a choice from running, without advice; empty where nothing does."""
+    model_ranks = wanted.tp * wanted.cp * wanted.pp
+    if world_size % model_ranks:
+        return f"{model_ranks} does not divide {world_size:,}"
+    if world_size < 2 * model_ranks:
+        return f"{model_ranks} ranks leave none of {world_size:,} over to share samples with"
+    steps = 4 * wanted.pp if accumulation_steps is None else accumulation_steps
+    for problem in [*find_shape_problems(wanted, shape), *_step_problems(wanted, steps)]:
+        return problem.partition(":")[0]
+    return ""

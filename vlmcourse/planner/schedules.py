@@ -76,16 +76,20 @@ def find_schedule_problems(
     least = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)
     if num_microbatches < least:
         found.append(
-            f"{num_microbatches} micro-batches with pp={pp}: {schedule} needs at least {least}; raise "
-            "accumulation_steps or choose gpipe"
+            f"a step of {_count(num_microbatches)} with pp={pp}, and {schedule} needs at least {least}: raise "
+            "train.accumulation_steps or choose gpipe"
         )
     rounds = max(1, num_microbatches // max(pp, 1))
     if schedule == "interleaved" and num_microbatches % rounds:
         found.append(
-            f"{num_microbatches} micro-batches with pp={pp}: interleaved runs them in {rounds} equal rounds of at "
-            f"least {pp}; set accumulation_steps to a multiple of {pp}"
+            f"a step of {_count(num_microbatches)} with pp={pp}, which interleaved runs in {rounds} equal rounds of at "
+            f"least {pp}: set train.accumulation_steps to a multiple of {pp}"
         )
     return found + _find_data_problems(schedule, data_strategy, reshard_after_forward)
+
+
+def _count(num_microbatches: int) -> str:
+    return f"{num_microbatches} micro-batch" + ("" if num_microbatches == 1 else "es")
 
 
 def _find_data_problems(schedule: str, data_strategy: str, reshard_after_forward: bool) -> list[str]:
@@ -96,12 +100,12 @@ def _find_data_problems(schedule: str, data_strategy: str, reshard_after_forward
     if data_strategy == "ddp":
         return [
             f"{schedule} over ddp trains on wrong gradients in silence: DDP exchanges them before the postponed ones "
-            "of the weights are there; choose fsdp with reshard_after_forward = false, or 1f1b or interleaved"
+            "of the weights are there; choose strategy = 'zero2', or 1f1b or interleaved"
         ]
     if data_strategy == "fsdp" and reshard_after_forward:
         return [
-            f"{schedule} over fsdp with reshard_after_forward leaves gradients out in silence: weights are gone when "
-            "their postponed gradients are computed; set reshard_after_forward = false, or choose 1f1b or interleaved"
+            f"{schedule} over fsdp leaves gradients out in silence: weights are gone when their postponed gradients "
+            "are computed; choose strategy = 'zero2', which keeps them until then, or 1f1b or interleaved"
         ]
     return []
 
@@ -158,14 +162,20 @@ def ideal_bubble_fraction(schedule: str, pp: int, num_microbatches: int) -> floa
         schedule: one of `SCHEDULES`.
         pp: ranks of the pipeline.
         num_microbatches: micro-batches of one optimizer step.
-    Source: Narayanan et al. 2021, section 2.2 (gpipe, 1f1b, interleaved); Qi et al. 2023, section 6 (zbv, from 2 pp - 1
-        micro-batches on); for dualpipev counted in the order that torch runs, without overlap of forward and backward.
+
+    Raises:
+        ValueError: if the schedule has no order for this number of micro-batches.
+    Source: Narayanan et al. 2021, section 2.2 (gpipe, 1f1b, interleaved from pp micro-batches on); Qi et al. 2023,
+        section 6 (zbv from 2 pp - 1 micro-batches on: nothing). For fewer, and for dualpipev, counted in the orders
+        that torch runs, for dualpipev without overlap of forward and backward.
     """
+    if schedule in ("interleaved", "dualpipev"):  # of the others the numbers hold for any number
+        check_schedule(schedule, pp=pp, num_microbatches=num_microbatches)
     idle, work = {
         "gpipe": (pp - 1, num_microbatches),
         "1f1b": (pp - 1, num_microbatches),
-        "interleaved": (pp - 1, 2 * num_microbatches),
-        "zbv": (0, num_microbatches),
+        "interleaved": (pp - 1 + max(0, pp - num_microbatches), 2 * num_microbatches),
+        "zbv": (max(0, 2 * pp - 1 - num_microbatches), 3 * num_microbatches),
         "dualpipev": (pp - 1, 6 * num_microbatches),
     }[schedule]
     return idle / (idle + work)

@@ -109,7 +109,7 @@ def split_evenly(shape: VLMShape, num_stages: int) -> StageSplit:
     cuts = [num_blocks * stage // num_stages for stage in range(1, num_stages)]
     # Block b of all blocks is layer b + 1 in the vision tower and b + 2 behind the fusion; a cut exactly between the
     # towers leaves the fusion behind it.
-    return _split_at(shape, [cut + 1 if cut <= num_vision else cut + 2 for cut in cuts])
+    return split_at(shape, [cut + 1 if cut <= num_vision else cut + 2 for cut in cuts])
 
 
 def find_split(plan: Plan, model: VLMShape) -> StageSplit:
@@ -135,7 +135,7 @@ def vision_apart(shape: VLMShape, num_stages: int, num_vision_stages: int = 1) -
         )
     cuts = [1 + num_vision * stage // num_vision_stages for stage in range(1, num_vision_stages + 1)]
     cuts += [num_vision + 2 + num_language * stage // num_language_stages for stage in range(1, num_language_stages)]
-    return _split_at(shape, cuts)
+    return split_at(shape, cuts)
 
 
 def split_by_cost(
@@ -148,7 +148,8 @@ def split_by_cost(
 ) -> StageSplit:
     """Find the split whose slowest stage is fastest; of those, the one with the least sum of squared costs.
 
-    Exact: dynamic programming over (layers so far, stages so far), in stages x layers^2 steps.
+    That is the pace of a pipeline with one stage a rank; `pace.split_by_pace` knows all schedules. Exact: dynamic
+    programming over (layers so far, stages so far), in stages x layers^2 steps.
 
     Args:
         shape: the model's shape.
@@ -167,16 +168,28 @@ def split_by_cost(
             f"{len(costs)} costs, the least {min(costs, default=0)}, for {num_stages} stages: give the cost of each of "
             f"the {num_layers} layers, none below 0, and a stage for at most each of them"
         )
+    may_be_stage = stage_rule(shape, num_stages, block_each=block_each, output_apart=output_apart)
+    slowest = best_cuts(costs, num_stages, float("inf"), None, may_be_stage)[0]
+    return split_at(shape, best_cuts(costs, num_stages, slowest, 2, may_be_stage)[1])
+
+
+def stage_rule(
+    shape: VLMShape, num_stages: int, *, block_each: bool = False, output_apart: bool = False
+) -> Callable[[int, int], bool]:
+    """Return what tells whether the layers from a first to before an end may be a stage; see `split_by_cost`.
+
+    Raises:
+        ValueError: if every stage needs a block and there are too few.
+    """
     if block_each:
         split_evenly(shape, num_stages)  # raises where there are too few blocks
-    fusion = shape.vision.num_layers + 1
+    fusion, num_layers = shape.vision.num_layers + 1, shape.vision.num_layers + shape.language.num_layers + 3
 
     def may_be_stage(start: int, end: int) -> bool:
         has_block = end > start + 1 or start not in (0, fusion, num_layers - 1)
         return (has_block or not block_each) and not (output_apart and start <= fusion and end == num_layers)
 
-    slowest = best_cuts(costs, num_stages, float("inf"), None, may_be_stage)[0]
-    return _split_at(shape, best_cuts(costs, num_stages, slowest, 2, may_be_stage)[1])
+    return may_be_stage
 
 
 def best_cuts(
@@ -216,7 +229,7 @@ def best_cuts(
     return value, cuts[:-1]
 
 
-def _split_at(shape: VLMShape, cuts: Sequence[int]) -> StageSplit:
+def split_at(shape: VLMShape, cuts: Sequence[int]) -> StageSplit:
     """Return the split whose stages begin at layer 0 and at each of `cuts`."""
     num_vision, num_language = shape.vision.num_layers, shape.language.num_layers
     edges = [0, *cuts, num_vision + num_language + 3]

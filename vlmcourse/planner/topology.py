@@ -269,8 +269,8 @@ def _is_inside(axis: str, degrees: Mapping[str, int], order: Sequence[int], doma
     """Whether the ranks that differ only in their place on `axis` always share a domain."""
     stride = math.prod(degrees.get(inner, 1) for inner in AXES[AXES.index(axis) + 1 :])
     span = stride * degrees[axis]
-    if span > len(order):
-        return False  # the group spans machines
+    if len(order) % span:
+        return False  # some group, or all of them, span machines
     domain_of = {gpu: number for number, domain in enumerate(domains) for gpu in domain.gpus}
     groups: dict[tuple[int, int], set[int]] = {}
     for rank, gpu in enumerate(order):

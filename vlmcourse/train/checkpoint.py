@@ -2,8 +2,9 @@
 
 Enters: a model under any strategy. Leaves: `checkpoints/step_000100/` with PyTorch's distributed checkpoint (every rank
 writes its shards), `meta.json` beside it, and the file `checkpoints/latest` that names the newest. A checkpoint holds
-tensors by name and not by rank, so it also loads on another number of ranks or under another strategy. It is written
-under another name and renamed when complete: a kill at any moment leaves the previous one in use.
+tensors by name and not by rank, in the sizes of the plain model, so it also loads on another number of ranks or under
+another plan. It is written under another name and renamed when complete: a kill at any moment leaves the previous one
+in use.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
+from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
+from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,9 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        RuntimeError: if a rank cannot write.
     Communicates: barriers, and the few kilobytes with which the ranks agree who writes what.
     """
     final = folder / f"step_{step:06d}"
@@ -63,8 +70,13 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)  # from a save that was killed
         partial.mkdir(parents=True)
     wait_for_all(ranks)
-    with _quiet_single(ranks):
-        dcp.save(named_state(model, optimizer), checkpoint_id=partial, no_dist=ranks.world_size == 1)
+    with _quiet_single(ranks), readable_errors(f"the checkpoint {str(final)!r} cannot be saved", "report this"):
+        dcp.save(
+            named_state(model, optimizer),
+            checkpoint_id=partial,
+            planner=PlainSavePlanner(_plain_sizes_of(model)),
+            no_dist=ranks.world_size == 1,
+        )
     if ranks.is_main:
         _write_durably(partial / META_NAME, json.dumps({**meta, "step": step}, indent=2))
         _replace_folder(partial, final)
@@ -82,11 +94,18 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
         model: the same architecture and frozen towers, under any strategy and number of ranks.
         optimizer: the model's.
         ranks: this process's place; all ranks must call this.
+
+    Raises:
+        ValueError: on every rank, if a tensor of some rank is missing in the checkpoint or has another size there.
+        RuntimeError: on every rank, if a file cannot be read.
     Communicates: the few kilobytes with which the ranks agree who reads what.
     """
     state = named_state(model, optimizer)
-    with _quiet_single(ranks):
-        dcp.load(state, checkpoint_id=path, no_dist=ranks.world_size == 1)  # in place
+    what = f"the checkpoint {str(path)!r} cannot be loaded"
+    remedy = "a run goes on with the model and frozen towers that were saved; set them back, or start a new run"
+    with _quiet_single(ranks), readable_errors(what, remedy):
+        planner = PlainLoadPlanner(_plain_sizes_of(model))
+        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=ranks.world_size == 1)  # in place
     _fill_second_copies(model, optimizer)
 
 
@@ -112,6 +131,12 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, tensor in part.state_dict().items():
             weights.setdefault(name, tensor)
     return {"model": weights, "optimizer": moments}
+
+
+def _plain_sizes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the sizes without padding of a VLM's parameters; no other model has padding."""
+    part = plain_parts(model)[0]
+    return plain_sizes(part.shape) if isinstance(part, VLM) else {}
 
 
 @torch.no_grad()

@@ -29,7 +29,6 @@ from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.gather import gather_plain_model
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -91,9 +90,7 @@ class Trainer:
         """
         self.config = config
         self.ranks = ranks if ranks is not None else init_ranks(config.parallel.timeout_s)
-        plain = model
-        if plain is None and config.model.hf_folder:
-            plain = load_hf_folder(config.model.hf_folder)
+        plain = load_hf_folder(config.model.hf_folder) if model is None and config.model.hf_folder else model
         self.shape = plain.shape if plain is not None else get_model(config.model.preset)
         self.parallel, reason = settle(
             config.parallel, self.ranks.world_size, self.shape, config.train.accumulation_steps
@@ -101,23 +98,14 @@ class Trainer:
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)
-        layout = self.place.layout
         forbid_tf32()
-        if plain is None:
-            # The same seed on every rank: copies start equal. A rank that gets its shards from rank 0 needs no weights.
-            gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main
-            plain = build_model(self.shape, device="meta" if gets_shards else "cpu", seed=config.run.seed)
+        plain = plain if plain is not None else self._build_model()
         self.tokenizer = load_tokenizer(config.data.tokenizer)
-        self.collator = Collator(
-            self.tokenizer,
-            self.shape,
-            config.data.max_seq_len,
-            max_tiles_per_image=config.data.max_tiles_per_image,
-            pad_multiple=sequence_multiple(self.parallel),
-        )
+        self.collator = self._build_collator()
         self.train_data = train_data if train_data is not None else build_dataset(config, "train")
         self.eval_data = eval_data if eval_data is not None else build_dataset(config, "heldout")
-        self.global_batch_size = config.train.micro_batch_size * config.train.accumulation_steps * layout.dp_degree
+        per_rank = config.train.micro_batch_size * config.train.accumulation_steps
+        self.global_batch_size = per_rank * self.place.layout.dp_degree
         self.sampler = GlobalBatchSampler(len(self.train_data), self.global_batch_size, config.run.seed)
         freeze_towers(plain, config.model.freeze)
         self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, token_loss_sum)
@@ -135,6 +123,24 @@ class Trainer:
         self._show_progress = show_progress
         self._continues = False
         """Whether the steps done are those of the run in this run's folder."""
+
+    def _build_model(self) -> VLM:
+        """Build the plain model; a rank that gets its shards from rank 0 needs no weights of its own."""
+        layout = self.place.layout
+        # Where tp or pp cut the model as well, each rank cuts its part out of whole weights.
+        gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main
+        # The same seed on every rank: copies start equal.
+        return build_model(self.shape, device="meta" if gets_shards else "cpu", seed=self.config.run.seed)
+
+    def _build_collator(self) -> Collator:
+        data = self.config.data
+        return Collator(
+            self.tokenizer,
+            self.shape,
+            data.max_seq_len,
+            max_tiles_per_image=data.max_tiles_per_image,
+            pad_multiple=sequence_multiple(self.parallel),
+        )
 
     def load_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimizer step `step` (from 0), on CPU."""
@@ -178,7 +184,7 @@ class Trainer:
         return report
 
     def fit(self) -> TrainResult:
-        """Train from the present step to the last; log, evaluate and save on the way.
+        """Train from the present step to the last; save, evaluate and log on the way.
 
         Returns:
             The result, the same on every rank except for `history`, which rank 0 alone has after a resume.
@@ -208,55 +214,65 @@ class Trainer:
                 report.show(step.loss, throughput.mean().total)
                 if step.decision:
                     report.say(step.decision)
+                if self._is_due(config.checkpoint_every):
+                    self.save()  # first: an evaluation that fails must not lose the steps before it
                 evaluated = self._is_due(config.eval_every)
                 if evaluated:
                     exact = self.evaluate()
                 if evaluated or self._is_due(config.log_every):
                     seconds = time.perf_counter() - started_s
                     report.log(step, throughput.take_recent(), exact.fraction if evaluated else None, seconds)
-                if self._is_due(config.checkpoint_every):
-                    self.save()
-            peak_bytes, peak_is = measure_peak_bytes(self.ranks.device)
-            result = TrainResult(
-                loss_first=losses[0],
-                loss_last=losses[-1],
-                exact_match=exact.fraction,
-                tokens_per_s=throughput.mean().total,
-                peak_bytes=round(max_over_ranks([peak_bytes], self.ranks)[0]),
-                peak_is=peak_is,
-                strategy=self.parallel.strategy,
-                layout=str(self.place.layout),
-                world_size=self.ranks.world_size,
-                seconds=time.perf_counter() - started_s,
-                train_seconds=train_seconds,
-                num_steps=self.step,
-                num_questions=exact.num_questions,
-                output_dir=str(run_folder(self.config)),
-                losses=losses,
-                history=report.history,
-            )
+            seconds = time.perf_counter() - started_s
+            result = self._summarise(losses, exact, throughput, seconds, train_seconds, report)
             report.finish(result)
         finally:
             report.close()
         return result
 
+    def _summarise(
+        self,
+        losses: list[float],
+        exact: ExactMatch,
+        throughput: Throughput,
+        seconds: float,
+        train_seconds: float,
+        report: RunReport,
+    ) -> TrainResult:
+        """Return what a run came to; all ranks must call this."""
+        peak_bytes, peak_is = measure_peak_bytes(self.ranks.device)
+        return TrainResult(
+            loss_first=losses[0],
+            loss_last=losses[-1],
+            exact_match=exact.fraction,
+            tokens_per_s=throughput.mean().total,
+            peak_bytes=round(max_over_ranks([peak_bytes], self.ranks)[0]),
+            peak_is=peak_is,
+            strategy=self.parallel.strategy,
+            layout=str(self.place.layout),
+            world_size=self.ranks.world_size,
+            seconds=seconds,
+            train_seconds=train_seconds,
+            num_steps=self.step,
+            num_questions=exact.num_questions,
+            output_dir=str(run_folder(self.config)),
+            losses=losses,
+            history=report.history,
+        )
+
     def evaluate(self) -> ExactMatch:
         """Answer every held-out question and compare with the right answers; all ranks must call this.
 
-        Where ranks hold parts of matrices, sequences or layers, each answers its questions with a whole copy of it all,
-        for as long as that takes.
+        The distributed model answers as it is: see `evaluate_exact_match`.
         """
-        model, layout = self.model, self.place.layout
-        if layout.tp * layout.cp * layout.pp > 1:
-            model = gather_plain_model(model, self.shape, self.ranks.device)
         return evaluate_exact_match(
-            model,
+            self.model,
             self.eval_data,
             self.collator,
             self.tokenizer,
             self.ranks,
             batch_size=EVAL_BATCH_SIZE,
             precision=self.config.train.precision,
+            layout=self.place.layout,
         )
 
     def save(self) -> Path:
@@ -267,6 +283,9 @@ class Trainer:
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,
             "vlmcourse": vlmcourse.__version__,
+            "layers_per_stage": self.model.pipeline.split.layers_per_stage
+            if isinstance(self.model, PipelinedModel)
+            else (),
         }
         folder = run_folder(self.config) / "checkpoints"
         keep = self.config.train.keep_checkpoints
@@ -289,6 +308,8 @@ class Trainer:
         checkpoint = find_checkpoint(Path(path) if path is not None else run_folder(self.config))
         meta = read_meta(checkpoint)
         _check_resumable(checkpoint, meta, self.config, self.global_batch_size)
+        if self.scheduler is not None:
+            self.scheduler.start_from(meta.get("layers_per_stage", ()))
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
         self._continues = checkpoint.resolve().is_relative_to(run_folder(self.config).resolve())
         self.step = int(meta["step"])

@@ -2,11 +2,14 @@
 
 `InternVLForConditionalGeneration` describes the same architecture with other words. What it allows and this model does
 not have (another activation, dropout, a second kind of rotary positions, ...) is refused by name, never ignored.
+Imports no torch, so that degrees are checked against the model before any rank starts.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vlmcourse.presets import LanguageShape, VisionShape, VLMShape
@@ -15,6 +18,24 @@ NORMS = {"layer_norm": "layernorm", "rms_norm": "rmsnorm"}
 TEXT_MODELS = ("qwen2", "llama")
 ROPE_TYPES = ("default", "dynamic")
 """`dynamic` changes nothing up to max_position_embeddings, and longer sequences are refused by the decoder."""
+
+
+def read_hf_shape(folder: str | Path) -> VLMShape | None:
+    """Read the shape of the model in a Hugging Face folder from its config.json; None where there is none.
+
+    Raises:
+        ValueError: if it is not JSON, or describes a model that cannot be built here.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{file} is not JSON ({error}): download it again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}, not an object with the model's sizes")
+    return shape_from_hf_config(config, name=file.parent.name)
 
 
 def shape_from_hf_config(config: Mapping[str, Any], name: str = "hf") -> VLMShape:

@@ -38,7 +38,7 @@ def plot_links(fits: Mapping[str, LinkFit]) -> Figure:
         title=f"Small messages cost latency, large ones bandwidth ({num_ranks} ranks)",
     )
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, title="points: measured, lines: fitted")
+    figure.legend(loc="outside lower center", ncols=len(fits), frameon=False, title="points: measured, lines: fitted")
     return figure
 
 

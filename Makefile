@@ -11,7 +11,7 @@ help:
 	@echo "make lab      set up everything and open JupyterLab on chapter 1"
 	@echo "make test     set up everything and run all tests"
 	@echo "make check    the tests that start no notebook"
-	@echo "make demo     train the tiny model on 2 ranks, run chapter 1, grade two submissions"
+	@echo "make demo     train the tiny model on 2 ranks, run part one of chapter 1, grade two submissions"
 	@echo "make format   format and fix the code;  make release: chapters/ from solutions/;  make lock: constraints.txt anew"
 
 setup:

@@ -73,6 +73,9 @@ COMBINATIONS: dict[str, Combination] = {
     "ddp x cp, bf16": Combination(4, {"strategy": "ddp", "cp": 2}, 2, precision="bf16"),
     "fsdp over cp x tp": Combination(4, {"strategy": "fsdp", "cp": 2, "tp": 2}, 2),
     "pp x fsdp, 1f1b": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
+    "pp x fsdp, interleaved, a stage of frozen language": Combination(
+        4, {"strategy": "fsdp", "pp": 2, "pp_schedule": "interleaved"}, 2, ("language",)
+    ),
     "pp x zero2, zbv": Combination(4, {"strategy": "zero2", "pp": 2, "pp_schedule": "zbv"}, 2),
     "pp x tp": Combination(4, {"pp": 2, "tp": 2}, 4),
     "pp x fsdp over cp": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4),

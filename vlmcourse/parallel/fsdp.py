@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 
@@ -71,7 +72,8 @@ def apply_fsdp(
         model.to_empty(device=ranks.device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
-    _skip_unreached(model, units)
+    if type(model) is VLM:  # and no stage of one, whose input may need a gradient
+        _skip_frozen_vision(model)
     set_prefetch(find_blocks(model), prefetch)
     return model
 
@@ -93,18 +95,15 @@ def _take_from_meta(model: nn.Module, ranks: Ranks) -> dict[str, Any] | None:
     return whole
 
 
-def _skip_unreached(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Let the units that no backward pass reaches, as the blocks of a frozen vision tower, never be gathered for one.
+def _skip_frozen_vision(model: VLM) -> None:
+    """Let the blocks of a frozen vision tower never be gathered for a backward pass, as none reaches them.
 
-    These are the units before the first trainable parameter; behind it a frozen unit still hands a gradient on. PyTorch
-    would gather them ahead for the unit that comes after them in forward.
+    Nothing trained comes before them. PyTorch would gather them ahead for the unit that comes after them in forward.
     """
-    trainable = [i for i, parameter in enumerate(model.parameters()) if parameter.requires_grad]
-    place = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-    for unit in units:
-        assert isinstance(unit, FSDPModule)
-        is_reached = any(trainable and place[id(p)] >= trainable[0] for p in unit.parameters())
-        unit.set_unshard_in_backward(is_reached)
+    if not any(parameter.requires_grad for parameter in model.vision.parameters()):
+        for block in model.vision.blocks:
+            assert isinstance(block, FSDPModule)
+            block.set_unshard_in_backward(False)
 
 
 def set_prefetch(units: Sequence[nn.Module], ahead: int) -> None:

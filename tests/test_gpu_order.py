@@ -13,7 +13,7 @@ from vlmcourse.commands import train
 from vlmcourse.commands.gpu_order import order_gpus
 from vlmcourse.config import load_config
 from vlmcourse.layout import ParallelConfig
-from vlmcourse.planner.topology import read_sample
+from vlmcourse.planner.topology import Topology, read_sample
 
 ROOT = Path(__file__).parents[1]
 ON_FOUR = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
@@ -64,6 +64,43 @@ def test_groups_larger_than_a_domain_are_told_of(machine: Machine) -> None:
     machine("nvlink_pairs")
     variables, text = order_gpus(ParallelConfig(tp=4), ON_FOUR)
     assert variables == {} and "may be slow: tp = 4 is larger than the largest fast domain" in text
+
+
+TRIPLES = tuple(tuple("X" if a == b else "NV4" if a // 3 == b // 3 else "SYS" for b in range(6)) for a in range(6))
+"""Two domains of three GPUs."""
+
+
+@pytest.mark.parametrize(
+    ("tp", "num_local", "order", "words"),
+    [
+        (3, 6, "0,1,2,3,4,5", "on each of 2 machines"),
+        (2, 4, "0,1,3,4", "on each of 3 machines"),
+        (2, 6, None, "need 12 GPUs, and only 4 of 6 hold whole groups of tp = 2"),
+        (4, 6, None, "tp = 4 is larger than the largest fast domain"),
+    ],
+)
+def test_each_rank_of_a_machine_keeps_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tp: int, num_local: int, order: str | None, words: str
+) -> None:
+    monkeypatch.setattr("vlmcourse.commands.gpu_order.read_topology", lambda: Topology(TRIPLES))
+    ranks = {"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": str(num_local)}
+    variables, text = order_gpus(ParallelConfig(strategy="fsdp", tp=tp), ranks)
+    assert variables.get("CUDA_VISIBLE_DEVICES") == order and words in text
+
+
+def test_a_group_over_two_machines_is_told_of(machine: Machine) -> None:
+    machine("nvlink8")
+    variables, text = order_gpus(ParallelConfig(tp=8), {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    assert variables == {} and "tp = 8 does not divide the 4 ranks of a machine: a group would span two" in text
+    ranks = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6"}
+    assert order_gpus(ParallelConfig(strategy="fsdp", tp=2), ranks)[0]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5"
+
+
+def test_a_table_that_cannot_be_read_stops_no_run(machine: Machine, tmp_path: Path) -> None:
+    machine("nvlink_pairs")
+    (tmp_path / "table").write_text("no table\n", encoding="utf-8")
+    variables, text = order_gpus(ParallelConfig(strategy="fsdp", tp=2), ON_FOUR)
+    assert variables == {} and "cannot be read (this is not what" in text
 
 
 def test_a_machine_without_gpus_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

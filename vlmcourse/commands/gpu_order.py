@@ -6,6 +6,7 @@ a sentence for people. Every rank of a machine comes to the same answer, whichev
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 
 from vlmcourse.layout import AXES, ParallelConfig, find_layout
@@ -35,14 +36,18 @@ def order_gpus(config: ParallelConfig, environ: Mapping[str, str]) -> tuple[dict
     if config.tp == 1 or world_size == 1:
         return {}, ""
     layout = find_layout(config, world_size)
-    topology = read_topology()
+    try:
+        topology = read_topology()
+    except (ValueError, OSError, subprocess.SubprocessError) as error:
+        return {}, f"GPUs stay in their own order: `nvidia-smi topo -m` cannot be read ({error})"
     if topology is None or environ.get(VISIBLE) not in (None, ",".join(map(str, range(topology.num_gpus)))):
         return {}, ""
-    if topology.num_gpus < int(environ.get("LOCAL_WORLD_SIZE", world_size)):
+    num_local_ranks = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    if topology.num_gpus < num_local_ranks:
         return {}, ""  # the ranks run on CPU cores
     degrees = {axis: getattr(layout, axis) for axis in AXES}
     try:
-        placement = place_axes(degrees, find_domains(topology))
+        placement = place_axes(degrees, find_domains(topology), num_local_ranks)
     except ValueError as error:
         return {}, f"GPUs stay in their own order, and tensor parallelism may be slow: {error}"
     return placement.environment, str(placement)

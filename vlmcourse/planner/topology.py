@@ -213,7 +213,9 @@ def _slowest_link(topology: Topology, gpus: Sequence[int]) -> str:
     return max(links, key=slowness, default="")
 
 
-def place_axes(degrees: Mapping[str, int], domains: Sequence[FastDomain]) -> Placement:
+def place_axes(
+    degrees: Mapping[str, int], domains: Sequence[FastDomain], ranks_per_machine: int | None = None
+) -> Placement:
     """Order the GPUs of a machine so that every tensor-parallel group lies inside one fast domain.
 
     Ranks are numbered with tp innermost (see `layout`), so each run of `tp` neighbours in the order is one group; where
@@ -222,13 +224,14 @@ def place_axes(degrees: Mapping[str, int], domains: Sequence[FastDomain]) -> Pla
     Args:
         degrees: sizes by axis; axes left out are 1. Their product may span several equal machines.
         domains: of one machine.
+        ranks_per_machine: how many start on each; None takes as many as there are, or as hold whole groups.
 
     Returns:
         The order for `CUDA_VISIBLE_DEVICES`, which axes lie inside a domain, and why.
 
     Raises:
-        ValueError: if an axis is unknown or below 1, `tp` is larger than the largest domain, or the axes need another
-            number of GPUs than fit in the domains.
+        ValueError: if an axis is unknown or below 1, `tp` is larger than the largest domain or does not divide the ranks
+            of a machine, or more GPUs are needed than hold whole groups.
     """
     _check_degrees(degrees)
     tp = degrees.get("tp", 1)
@@ -241,12 +244,18 @@ def place_axes(degrees: Mapping[str, int], domains: Sequence[FastDomain]) -> Pla
     usable = [gpu for domain in domains for gpu in domain.gpus[: len(domain.gpus) // tp * tp]]
     num_ranks = math.prod(degrees.values())
     num_gpus = sum(len(domain.gpus) for domain in domains)
-    if num_ranks > num_gpus and num_ranks % len(usable):
+    if ranks_per_machine is not None:
+        if ranks_per_machine % tp:
+            raise ValueError(
+                f"tp = {tp} does not divide the {ranks_per_machine} ranks of a machine: a group would span two machines"
+            )
+        num_ranks = min(num_ranks, ranks_per_machine)
+    if ranks_per_machine is None and num_ranks > num_gpus and num_ranks % len(usable):
         raise ValueError(
             f"{_describe(degrees)} need {num_ranks} GPUs, which is no multiple of the {len(usable)} of {num_gpus} GPUs "
             f"that hold whole groups of tp = {tp} on each machine: change dp_shard or dp_replicate"
         )
-    if len(usable) < num_ranks <= num_gpus:
+    if len(usable) < num_ranks and (num_ranks <= num_gpus or ranks_per_machine is not None):
         raise ValueError(
             f"{_describe(degrees)} need {num_ranks} GPUs, and only {len(usable)} of {num_gpus} hold whole groups of tp "
             f"= {tp} in the domains {'; '.join(map(str, domains))}: choose a tp that divides them"

@@ -75,7 +75,7 @@ TRIPLES = tuple(tuple("X" if a == b else "NV4" if a // 3 == b // 3 else "SYS" fo
     [
         (3, 6, "0,1,2,3,4,5", "on each of 2 machines"),
         (2, 4, "0,1,3,4", "on each of 3 machines"),
-        (2, 6, None, "need 12 GPUs, and only 4 of 6 hold whole groups of tp = 2"),
+        (2, 6, None, "dp_shard 6 x tp 2 need 6 GPUs on each machine, and only 4 of 6 hold whole groups of tp = 2"),
         (4, 6, None, "tp = 4 is larger than the largest fast domain"),
     ],
 )

@@ -230,8 +230,8 @@ def place_axes(
         The order for `CUDA_VISIBLE_DEVICES`, which axes lie inside a domain, and why.
 
     Raises:
-        ValueError: if an axis is unknown or below 1, `tp` is larger than the largest domain or does not divide the ranks
-            of a machine, or more GPUs are needed than hold whole groups.
+        ValueError: if an axis is unknown or below 1, `tp` is larger than the largest domain or does not divide the
+            ranks of a machine, or more GPUs are needed than hold whole groups.
     """
     _check_degrees(degrees)
     tp = degrees.get("tp", 1)
@@ -257,7 +257,7 @@ def place_axes(
         )
     if len(usable) < num_ranks and (num_ranks <= num_gpus or ranks_per_machine is not None):
         raise ValueError(
-            f"{_describe(degrees)} need {num_ranks} GPUs, and only {len(usable)} of {num_gpus} hold whole groups of tp "
+            f"{_describe(degrees)} need {num_ranks} GPUs{' on each machine' * (ranks_per_machine is not None)}, and only {len(usable)} of {num_gpus} hold whole groups of tp "
             f"= {tp} in the domains {'; '.join(map(str, domains))}: choose a tp that divides them"
         )
     order = tuple(usable[: min(num_ranks, len(usable))])
@@ -307,4 +307,4 @@ def _explain(
 
 
 def _describe(degrees: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "no axes"
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "no axes"

@@ -258,8 +258,8 @@ def place_axes(
     if len(usable) < num_ranks and (num_ranks <= num_gpus or ranks_per_machine is not None):
         where = "" if ranks_per_machine is None else " on each machine"
         raise ValueError(
-            f"{_describe(degrees)} need {num_ranks} GPUs{where}, and only {len(usable)} of {num_gpus} hold whole groups "
-            f"of tp = {tp} in the domains {'; '.join(map(str, domains))}: choose a tp that divides them"
+            f"{_describe(degrees)} need {num_ranks} GPUs{where}, and only {len(usable)} of {num_gpus} hold whole "
+            f"groups of tp = {tp} in the domains {'; '.join(map(str, domains))}: choose a tp that divides them"
         )
     order = tuple(usable[: min(num_ranks, len(usable))])
     inside = {axis: _is_inside(axis, degrees, order, domains) for axis in AXES if degrees.get(axis, 1) > 1}

@@ -38,6 +38,8 @@ class LayerTimes:
     """Micro-batches of which each number is a mean, on the rank with the fewest."""
     order: tuple[tuple[Action, ...], ...] = ()
     """What each rank of the pipeline ran in the last step measured, in order; the times in it are 0."""
+    trained: tuple[bool, ...] = ()
+    """Of each layer, whether it has trained parameters; empty if all have."""
 
     @property
     def total_s(self) -> tuple[float, ...]:
@@ -231,25 +233,28 @@ class LayerTimer:
 
         Raises:
             RuntimeError: if no step was measured.
-        Communicates: one all-reduce of 16 bytes a layer and 8 more, over `everyone`; then one all-gather of objects
+        Communicates: one all-reduce of 24 bytes a layer and 8 more, over `everyone`; then one all-gather of objects
             over the pipeline, about 100 bytes an action of one step.
         """
         if not self.num_steps:
             raise RuntimeError(f"rank {dist.get_rank()}: no step was measured: run one between start and close_step")
         num_layers = self.pipeline.split.num_layers
-        mine = torch.zeros(2 * num_layers + 1, dtype=torch.float64)
+        mine = torch.zeros(3 * num_layers + 1, dtype=torch.float64)
         for offset, steps in (
             (0, [(step.sizes, step.forward_s) for step in self._steps]),
             (num_layers, [(step.sizes, step.backward_s) for step in self._steps]),
         ):
             for layer in steps[0][1]:
                 mine[offset + layer] = typical_s([(sizes, seconds[layer]) for sizes, seconds in steps])
+        for layer in (layer for stage in self.pipeline.stages for layer in trained_layers(stage)):
+            mine[2 * num_layers + layer] = 1
         mine[-1] = -sum(step.num_microbatches for step in self._steps)  # the largest of these is the fewest
         mine = mine.to(self.pipeline.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=everyone)
-        *seconds, fewest = mine.tolist()
+        *found, fewest = mine.tolist()
+        forward_s, backward_s, trained = (tuple(found[n * num_layers :][:num_layers]) for n in range(3))
         order = tuple(tuple(of_rank) for of_rank in gather_actions(self._order, self.pipeline.group))
-        return LayerTimes(tuple(seconds[:num_layers]), tuple(seconds[num_layers:]), round(-fewest), order)
+        return LayerTimes(forward_s, backward_s, round(-fewest), order, tuple(map(bool, trained)))
 
 
 def _mean_by_layer(

@@ -282,18 +282,18 @@ def typical_s(steps: Sequence[tuple[tuple[int, ...], float]]) -> float:
 
 def trained_layers(stage: VLMStage) -> list[int]:
     """Return the numbers of the layers of a stage that have trained parameters."""
-    split, found = stage.split, []
-    parts: dict[int, list[nn.Module]] = {
-        0: [stage.vision.patch_embedding] if stage.is_first else [],
-        split.fusion_layer: [stage.projector, stage.language.embedding] if stage.has_fusion else [],
-        split.num_layers - 1: [stage.language.norm] if stage.is_last else [],
-    }
+    split, vision, language = stage.split, stage.vision, stage.language
+    parts: dict[int, list[nn.Parameter]] = {layer: [] for layer in split.layers(stage.stage)}
+    if stage.is_first:
+        parts[0] = [p for name, p in vision.named_parameters() if not name.startswith("blocks.")]
+    if stage.has_fusion:
+        parts[split.fusion_layer] = [*stage.projector.parameters(), *language.embedding.parameters()]
+    if stage.is_last:
+        output = language.embedding if language.lm_head is None else language.lm_head
+        parts[split.num_layers - 1] = [*language.norm.parameters(), *output.parameters()]
     for first, blocks, numbers in (
-        (1, stage.vision.blocks, split.vision_blocks(stage.stage)),
-        (split.fusion_layer + 1, stage.language.blocks, split.language_blocks(stage.stage)),
+        (1, vision.blocks, split.vision_blocks(stage.stage)),
+        (split.fusion_layer + 1, language.blocks, split.language_blocks(stage.stage)),
     ):
-        parts |= {first + n: [block] for n, block in zip(numbers, blocks.children(), strict=True)}
-    for layer in split.layers(stage.stage):
-        if any(p.requires_grad for module in parts[layer] for p in module.parameters()):
-            found.append(layer)
-    return found
+        parts |= {first + n: list(block.parameters()) for n, block in zip(numbers, blocks.children(), strict=True)}
+    return [layer for layer, parameters in parts.items() if any(p.requires_grad for p in parameters)]

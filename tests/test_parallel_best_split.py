@@ -143,7 +143,9 @@ def test_the_pace_is_that_of_the_busiest_rank_and_the_bound_of_every_step() -> N
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
-def test_layers_before_the_first_trained_one_cost_what_they_would_where_they_go(schedule: str) -> None:
+def test_layers_before_the_first_trained_one_cost_what_they_would_where_they_go(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
     shape, order = shape_of(12, 8), torch_order(schedule, 2, 4)
     forward = (0.2, *[1.0] * 12, 0.2, *[1.0] * 8, 0.5)
     trained = tuple(layer > 12 for layer in range(23))
@@ -163,6 +165,11 @@ def test_layers_before_the_first_trained_one_cost_what_they_would_where_they_go(
         again = find_best_split(shape, measured(found.split), schedule, found.split)
         assert again.split == found.split
         assert step_s(measured(found.split), found.split) == pytest.approx(found.step_s, rel=ROUNDING)
+    # A search that finds nothing does not claim that there is nothing to find.
+    monkeypatch.setattr(best_split, "MAX_PLAYED", 0)
+    monkeypatch.setattr(best_split, "_search", lambda player, starts, *_: player.best_of(starts[:1]))
+    found = find_best_split(shape, measured(starts[0]), schedule, starts[0])
+    assert found.split == starts[0] and found.least_s <= best_s * (1 + ROUNDING) < found.step_s
 
 
 def test_a_split_backward_of_frozen_layers_has_no_gradients_of_weights() -> None:

@@ -21,14 +21,16 @@ from pipeline_cases import Case, pipeline_shape
 from pipeline_orders import torch_order
 from ranks import run_worker
 
+from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.best_split import find_best_split, step_s
-from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes, _Action, typical_s
+from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes, _Action, _Step, typical_s
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.parallel.stages import EMBEDDING
+from vlmcourse.parallel.stages import EMBEDDING, VLMStage
 from vlmcourse.parallel.timeline import makespan_s, mean_costs, replay_actions
 from vlmcourse.planner.schedules import find_tied_problem, stages_of_rank
 from vlmcourse.planner.stages import StageSplit, split_by_cost
+from vlmcourse.train.loss import token_loss_sum
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -266,6 +268,37 @@ def test_the_times_of_layers_add_up_to_that_of_their_stage() -> None:
     # Stage 0 begins with the patches; the first block's mark ends them.
     forward = _Action("F", 0, 0, [(1, 2.0), (2, 4.0)], 1.5, 5.0)
     assert timer._split_forward(forward) == {0: 0.5, 1: 2.0, 2: 1.0}
+
+
+def test_measured_times_say_which_layers_of_all_ranks_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, split = build_model(pipeline_shape(False), seed=7), split_into((3, 3, 3, 2))
+    model.requires_grad_(False)
+    # The patches and the output by one parameter each, the fusion, and one block of each tower.
+    for name in ("vision.class_token", "language.lm_head", "projector", "vision.blocks.2", "language.blocks.3"):
+        found = model.get_parameter(name) if name == "vision.class_token" else model.get_submodule(name)
+        found.requires_grad_(True)
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr("vlmcourse.parallel.layer_times.gather_actions", lambda order, group: [order])
+
+    def keep(mine: torch.Tensor, *_: Any, **__: Any) -> None:
+        sent.append(mine.clone())
+        mine.copy_(torch.stack(sent).amax(0))  # of the ranks so far
+
+    monkeypatch.setattr("torch.distributed.all_reduce", keep)
+    for mine in ((0, 3), (1, 2)):
+        stages = [VLMStage(model, split, number, token_loss_sum) for number in mine]
+        timer = LayerTimer(
+            SimpleNamespace(split=split, device=torch.device("cpu"), stages=stages, group=None)  # type: ignore[arg-type]
+        )
+        layers = [layer for number in mine for layer in split.layers(number)]
+        timer._steps = [_Step((1,), 4, {n: 1.0 + n for n in layers}, {n: 20.0 + n for n in layers})]
+        timer.num_steps = 1
+        times = timer.share()
+    assert times.forward_s == tuple(1.0 + n for n in range(11))  # the second rank's answer has all
+    assert times.backward_s == tuple(20.0 + n for n in range(11))
+    assert times.num_samples == 4
+    assert [n for n in range(11) if times.trained[n]] == [0, 3, 5, 9, 10]
+    assert sent[0].nbytes == 24 * 11 + 8
 
 
 def test_rare_heavy_micro_batches_count_and_a_hiccup_does_not() -> None:

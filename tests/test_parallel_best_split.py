@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise
@@ -11,7 +12,7 @@ from pipeline_orders import torch_order
 from test_planner_stages import shape_of
 
 from vlmcourse.parallel import best_split
-from vlmcourse.parallel.best_split import find_best_split, step_s
+from vlmcourse.parallel.best_split import backward_costs, find_best_split, step_s
 from vlmcourse.parallel.layer_times import LayerTimes
 from vlmcourse.parallel.timeline import bubble_fraction, makespan_s, replay_actions
 from vlmcourse.planner.pace import pace_s
@@ -36,23 +37,48 @@ def splits_of(split: StageSplit) -> Iterator[StageSplit]:
 
 
 def judged_s(times: LayerTimes, split: StageSplit) -> float:
-    """Return the seconds of a step: forward costs as measured, a split backward in halves but on the first stage."""
+    """Return the seconds of a step: forward costs as measured, a split backward in halves but on the first stage.
+
+    A frozen layer has no gradients of weights. Where backward is split, gradients pass through the layers before the
+    first trained one as slowly as a forward does, wherever they were measured; the first stage does not need them.
+    """
+    splits = any(action.kind == "I" for action in times.order[0])
+    trained = times.trained or (True,) * split.num_layers
     costs: dict[tuple[str, int], float] = {}
     for stage in range(split.num_stages):
+        now = later = 0.0
+        for layer in split.layers(stage):
+            backward_s = times.backward_s[layer]
+            if splits and not any(trained[: layer + 1]):
+                now += times.forward_s[layer] if stage else 0.0
+            elif stage == 0:
+                later += backward_s
+            elif trained[layer]:
+                now, later = now + backward_s / 2, later + backward_s / 2
+            else:
+                now += backward_s
         forward = sum(times.forward_s[layer] for layer in split.layers(stage))
-        backward = sum(times.backward_s[layer] for layer in split.layers(stage))
-        now = backward / 2 if stage else 0.0
-        costs |= {("F", stage): forward, ("B", stage): backward, ("I", stage): now, ("W", stage): backward - now}
+        costs |= {("F", stage): forward, ("B", stage): now + later, ("I", stage): now, ("W", stage): later}
     return makespan_s(replay_actions(times.order, costs))
 
 
-def draw_times(draw: random.Random, num_vision: int, num_language: int, order: tuple[object, ...]) -> LayerTimes:
-    """Return times of two towers of unlike layers with a heavy end, the vision tower frozen in every third."""
-    heavy, frozen = 3 * draw.random(), draw.random() < 1 / 3
+def draw_times(
+    draw: random.Random, num_vision: int, num_language: int, order: tuple[object, ...], present: StageSplit
+) -> LayerTimes:
+    """Return times of two towers of unlike layers with a heavy end, measured under a split.
+
+    In a third of them the vision tower is frozen, in another one the blocks of both towers.
+    """
+    heavy, frozen = 3 * draw.random(), draw.randrange(3)
     forward = [0.3] + [1 + draw.random()] * num_vision + [0.5] + [heavy + 0.2] * num_language + [4 * draw.random()]
     forward = [seconds * (0.9 + 0.2 * draw.random()) for seconds in forward]
-    backward = [0.0 if frozen and n <= num_vision else (1.5 + draw.random()) * f for n, f in enumerate(forward)]
-    return LayerTimes(tuple(forward), tuple(backward), 1, order)  # type: ignore[arg-type]
+    num_frozen = num_vision + 1 if frozen else 0
+    trained = [n >= num_frozen and (frozen < 2 or n == num_frozen) for n in range(len(forward))]
+    backward = [(1.5 + draw.random() if trained[n] else 1.0) * f for n, f in enumerate(forward)]
+    splits = any(action.kind == "I" for action in order[0])  # type: ignore[attr-defined]
+    for layer in range(num_frozen):
+        backward[layer] = (0.5 + draw.random()) * forward[layer] if splits and layer not in present.layers(0) else 0.0
+    return LayerTimes(tuple(forward), tuple(backward), 1, order, tuple(trained))  # type: ignore[arg-type]
 
 
 CASES = [
@@ -71,8 +97,8 @@ def test_no_split_has_a_shorter_step_in_the_order_that_torch_runs(
     num_vision, num_language = 3, 4
     present = split_evenly(shape_of(num_vision, num_language), pp * SCHEDULES[schedule].stages_per_rank)
     order = torch_order(schedule, pp, num_microbatches)
-    for _ in range(4):
-        times = draw_times(draw, num_vision, num_language, order)
+    for _ in range(6):
+        times = draw_times(draw, num_vision, num_language, order, present)
         found = find_best_split(shape_of(num_vision, num_language), times, schedule, present)
         best_s = min(judged_s(times, split) for split in splits_of(present))
         assert judged_s(times, found.split) == pytest.approx(best_s, rel=ROUNDING)
@@ -87,8 +113,8 @@ def test_where_there_are_too_many_splits_to_try_the_search_comes_close_and_says_
     draw = random.Random(schedule)
     shape, pp = shape_of(5, 6), 2 if SCHEDULES[schedule].stages_per_rank == 2 else 4
     present = split_evenly(shape, 4)
-    for _ in range(4):
-        times = draw_times(draw, 5, 6, torch_order(schedule, pp, 8))
+    for _ in range(6):
+        times = draw_times(draw, 5, 6, torch_order(schedule, pp, 8), present)
         exact = find_best_split(shape, times, schedule, present)
         with monkeypatch.context() as patch:
             patch.setattr(best_split, "MAX_PLAYED", 0)
@@ -114,6 +140,47 @@ def test_the_pace_is_that_of_the_busiest_rank_and_the_bound_of_every_step() -> N
     for schedule in ("interleaved", "zbv", "dualpipev"):
         times = LayerTimes(tuple(costs), tuple(costs), 1, torch_order(schedule, 2, 4))
         assert step_s(times, split) >= 4 * pace_s(schedule, split, costs, costs)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_layers_before_the_first_trained_one_cost_what_they_would_where_they_go(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    shape, order = shape_of(12, 8), torch_order(schedule, 2, 4)
+    forward = (0.2, *[1.0] * 12, 0.2, *[1.0] * 8, 0.5)
+    trained = tuple(layer > 12 for layer in range(23))
+
+    def measured(split: StageSplit) -> LayerTimes:
+        """Return what a run with this split would measure: no backward on the first stage, a forward's on others."""
+        frozen = [0.0 if layer in split.layers(0) else forward[layer] for layer in range(13)]
+        return LayerTimes(forward, (*frozen, *(2 * f for f in forward[13:])), 1, order, trained)
+
+    starts = [StageSplit(num_vision_layers=12, num_language_layers=8, layers_per_stage=(6, 5, 6, 6))]
+    starts += [split_evenly(shape, 4), dataclasses.replace(starts[0], layers_per_stage=(16, 3, 2, 2))]
+    best_s = min(judged_s(measured(starts[0]), split) for split in splits_of(starts[0]))
+    for present in starts:
+        found = find_best_split(shape, measured(present), schedule, present)
+        assert found.step_s == pytest.approx(best_s, rel=ROUNDING)
+        # What was promised is what the next measurement finds, and the split stays.
+        again = find_best_split(shape, measured(found.split), schedule, found.split)
+        assert again.split == found.split
+        assert step_s(measured(found.split), found.split) == pytest.approx(found.step_s, rel=ROUNDING)
+    # A search that finds nothing does not claim that there is nothing to find.
+    monkeypatch.setattr(best_split, "MAX_PLAYED", 0)
+    monkeypatch.setattr(best_split, "_search", lambda player, starts, *_: player.best_of(starts[:1]))
+    found = find_best_split(shape, measured(starts[0]), schedule, starts[0])
+    assert found.split == starts[0] and found.least_s <= best_s * (1 + ROUNDING) < found.step_s
+
+
+def test_a_split_backward_of_frozen_layers_has_no_gradients_of_weights() -> None:
+    trained = (False, False, True, False)
+    times = LayerTimes((1.0, 2.0, 3.0, 4.0), (0.1, 7.0, 6.0, 5.0), 1, torch_order("zbv", 2, 4), trained)
+    elsewhere = {"B": (1.0, 2.0, 6.0, 5.0), "I": (1.0, 2.0, 3.0, 5.0), "W": (0.0, 0.0, 3.0, 0.0)}
+    assert [backward_costs(times, stage) for stage in (1, 3)] == [elsewhere] * 2
+    on_first = (0.0, 0.0, 6.0, 5.0)
+    assert backward_costs(times, 0) == {"B": on_first, "I": (0.0,) * 4, "W": on_first}
+    whole = dataclasses.replace(times, order=torch_order("1f1b", 2, 4))  # nothing is split: as measured
+    assert backward_costs(whole, 0)["B"] == backward_costs(whole, 1)["B"] == times.backward_s
 
 
 def test_the_present_split_wins_where_no_other_is_better_and_times_need_an_order() -> None:

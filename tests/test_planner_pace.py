@@ -27,6 +27,7 @@ def test_no_split_has_a_better_pace(schedule: str) -> None:
         if num_stages > num_layers:
             continue
         forward, backward = ([cost() for _ in range(num_layers)] for _ in range(2))
+        first = [cost() for _ in range(num_layers)] if SCHEDULES[schedule].stages_per_rank == 2 else None
         rules = {
             "block_each": draw.random() < 0.3 and num_stages <= num_vision + num_language,
             "output_apart": draw.random() < 0.3,
@@ -38,10 +39,10 @@ def test_no_split_has_a_better_pace(schedule: str) -> None:
             for cuts in combinations(range(1, num_layers), num_stages - 1)
             if all(may_be_stage(start, end) for start, end in pairwise((0, *cuts, num_layers)))
         ]
-        best = min(pace_s(schedule, split_at(shape, cuts), forward, backward) for cuts in allowed)
-        found = split_by_pace(shape, forward, backward, schedule, pp, **rules)
+        best = min(pace_s(schedule, split_at(shape, cuts), forward, backward, first) for cuts in allowed)
+        found = split_by_pace(shape, forward, backward, schedule, pp, first_backward_s=first, **rules)
         assert tuple(found.layers(stage).start for stage in range(1, num_stages)) in allowed
-        assert best <= pace_s(schedule, found, forward, backward) <= best * (1 + PRECISION)
+        assert best <= pace_s(schedule, found, forward, backward, first) <= best * (1 + PRECISION)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -60,3 +61,9 @@ def test_the_layers_of_a_large_model_are_shared_out_among_16_stages(
     # The search did not end for want of memory of dead ends.
     monkeypatch.setattr(pace, "MAX_STATES", 10**9)
     assert split_by_pace(shape, forward, backward, schedule, pp) == found
+
+
+def test_another_backward_on_the_first_stage_is_refused_where_it_would_not_be_searched_with() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        with pytest.raises(ValueError, match=f"{schedule} was given first_backward_s"):
+            split_by_pace(shape_of(3, 4), [1.0] * 10, [2.0] * 10, schedule, 2, first_backward_s=[1.0] * 10)

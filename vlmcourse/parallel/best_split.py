@@ -3,7 +3,8 @@
 Enters: measured times of the layers, with the order in which the ranks ran their forwards and backwards. Leaves: a
 split and the seconds of its step. Which split is best depends on the order: a rank waits for its busiest neighbor, but
 also while the first micro-batches fill the pipeline and the last ones leave it. So a split is judged by what
-`timeline.replay_actions` would make of it, here for many splits at once. Chapter 1.
+`timeline.replay_actions` would make of it, here for many splits at once. Where a layer stands may change what it
+takes: see `backward_costs`. Chapter 1.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import combinations, pairwise
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -75,17 +77,22 @@ def find_best_split(
     num_layers, num_stages = present.num_layers, present.num_stages
     may_be_stage = stage_rule(shape, num_stages, block_each=block_each, output_apart=output_apart)
     player = Player(times)
+    backward_s = backward_costs(times, 1)["B"]
+    first_backward_s = backward_costs(times, 0)["B"] if _splits_backward(times) else None
     by_pace = split_by_pace(
         shape,
         times.forward_s,
-        times.backward_s,
+        backward_s,
         schedule,
         num_stages // SCHEDULES[schedule].stages_per_rank,
+        first_backward_s=first_backward_s,
         block_each=block_each,
         output_apart=output_apart,
     )
-    least_pace_s = pace_s(schedule, by_pace, times.forward_s, times.backward_s) / (1 + PRECISION)
-    by_stage = split_by_cost(shape, times.total_s, num_stages, block_each=block_each, output_apart=output_apart)
+    least_pace_s = pace_s(schedule, by_pace, times.forward_s, backward_s, first_backward_s) / (1 + PRECISION)
+    by_stage = split_by_cost(
+        shape, list(map(add, times.forward_s, backward_s)), num_stages, block_each=block_each, output_apart=output_apart
+    )
     starts = [_cuts_of(split) for split in (present, by_pace, by_stage)]
     tries_all = math.comb(num_layers - 1, num_stages - 1) * player.num_actions <= MAX_PLAYED
     if tries_all:
@@ -136,15 +143,19 @@ class Player:
     def _play(self, cuts: Tensor) -> Tensor:
         num_layers = len(self.times.forward_s)
         edges = torch.nn.functional.pad(torch.nn.functional.pad(cuts, (1, 0)), (0, 1), value=num_layers)
-        forward, backward = (
-            torch.nn.functional.pad(torch.tensor(seconds, dtype=torch.float64).cumsum(0), (1, 0))[edges].diff().T
-            for seconds in (self.times.forward_s, self.times.backward_s)
-        )
+
+        def of_stages(layers_s: Sequence[float]) -> Tensor:
+            """Return the sum over each stage's layers, [stages, ways]."""
+            total_s = torch.nn.functional.pad(torch.tensor(layers_s, dtype=torch.float64).cumsum(0), (1, 0))
+            return total_s[edges].diff().T
+
         cost_s: dict[tuple[str, int], Tensor] = {}
-        for stage in range(self._last_stage + 1):
-            for kind, share in shares_of_backward(stage).items():
-                cost_s[kind, stage] = share * backward[stage]
-            cost_s["F", stage] = forward[stage]
+        for stages in (range(1), range(1, self._last_stage + 1)):
+            layers_s = {"F": self.times.forward_s} | backward_costs(self.times, stages.start)
+            for kind, seconds in layers_s.items():
+                cost_s |= {
+                    (kind, stage): of_stage for stage, of_stage in enumerate(of_stages(seconds)) if stage in stages
+                }
         clock = [torch.zeros(len(cuts), dtype=torch.float64) for _ in self.times.order]
         ended: dict[tuple[str, int, int], Tensor] = {}
         for action in self._actions:
@@ -156,23 +167,36 @@ class Player:
         return torch.stack(clock).amax(0)
 
 
-def shares_of_backward(stage: int) -> dict[str, float]:
-    """Return how much of a stage's backward each kind of action does.
+def backward_costs(times: LayerTimes, stage: int) -> dict[str, tuple[float, ...]]:
+    """Return what each kind of backward takes of every layer if that layer stands on a stage.
 
-    Where it is split, gradients of activations and of weights take as many operations; on stage 0, which passes no
-    gradient on, PyTorch postpones all of it.
+    A backward that is split does the gradients of activations first ("I"), those of weights later ("W"). They take as
+    many operations; a frozen layer has only the first. On stage 0, which passes no gradient on, PyTorch postpones all
+    of it. Layers before the first trained one need no backward there; on any other stage the split makes them pass
+    gradients on, which takes as many operations as their forward, so this is known wherever they were measured.
     """
-    return {"B": 1.0, "I": 0.5 if stage else 0.0, "W": 0.5 if stage else 1.0}
+    trained = times.trained or (True,) * len(times.backward_s)
+    whole = list(times.backward_s)
+    if _splits_backward(times):
+        first_trained = trained.index(True) if any(trained) else len(trained)
+        whole[:first_trained] = times.forward_s[:first_trained] if stage else [0.0] * first_trained
+    if stage == 0:
+        return {"B": tuple(whole), "I": (0.0,) * len(whole), "W": tuple(whole)}
+    weights = [seconds / 2 if is_trained else 0.0 for seconds, is_trained in zip(whole, trained, strict=True)]
+    return {"B": tuple(whole), "I": tuple(map(sub, whole, weights)), "W": tuple(weights)}
+
+
+def _splits_backward(times: LayerTimes) -> bool:
+    return any(action.kind in "IW" for of_rank in times.order for action in of_rank)
 
 
 def action_costs(times: LayerTimes, split: StageSplit) -> dict[tuple[str, int], float]:
     """Return the seconds of an action by kind and stage with a split, for `replay_actions`."""
-    costs: dict[tuple[str, int], float] = {}
-    for stage in range(split.num_stages):
-        costs["F", stage] = sum(times.forward_s[layer] for layer in split.layers(stage))
-        backward_s = sum(times.backward_s[layer] for layer in split.layers(stage))
-        costs |= {(kind, stage): share * backward_s for kind, share in shares_of_backward(stage).items()}
-    return costs
+    return {
+        (kind, stage): sum(seconds[layer] for layer in split.layers(stage))
+        for stage in range(split.num_stages)
+        for kind, seconds in ({"F": times.forward_s} | backward_costs(times, stage)).items()
+    }
 
 
 def step_s(times: LayerTimes, split: StageSplit) -> float:

@@ -38,6 +38,8 @@ class LayerTimes:
     """Micro-batches of which each number is a mean, on the rank with the fewest."""
     order: tuple[tuple[Action, ...], ...] = ()
     """What each rank of the pipeline ran in the last step measured, in order; the times in it are 0."""
+    trained: tuple[bool, ...] = ()
+    """Of each layer, whether it has trained parameters; empty if all have."""
 
     @property
     def total_s(self) -> tuple[float, ...]:
@@ -231,25 +233,28 @@ class LayerTimer:
 
         Raises:
             RuntimeError: if no step was measured.
-        Communicates: one all-reduce of 16 bytes a layer and 8 more, over `everyone`; then one all-gather of objects
+        Communicates: one all-reduce of 24 bytes a layer and 8 more, over `everyone`; then one all-gather of objects
             over the pipeline, about 100 bytes an action of one step.
         """
         if not self.num_steps:
             raise RuntimeError(f"rank {dist.get_rank()}: no step was measured: run one between start and close_step")
         num_layers = self.pipeline.split.num_layers
-        mine = torch.zeros(2 * num_layers + 1, dtype=torch.float64)
+        mine = torch.zeros(3 * num_layers + 1, dtype=torch.float64)
         for offset, steps in (
             (0, [(step.sizes, step.forward_s) for step in self._steps]),
             (num_layers, [(step.sizes, step.backward_s) for step in self._steps]),
         ):
             for layer in steps[0][1]:
                 mine[offset + layer] = typical_s([(sizes, seconds[layer]) for sizes, seconds in steps])
+        for layer in (layer for stage in self.pipeline.stages for layer in trained_layers(stage)):
+            mine[2 * num_layers + layer] = 1
         mine[-1] = -sum(step.num_microbatches for step in self._steps)  # the largest of these is the fewest
         mine = mine.to(self.pipeline.device)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=everyone)
-        *seconds, fewest = mine.tolist()
+        *found, fewest = mine.tolist()
+        forward_s, backward_s, trained = (tuple(found[n * num_layers :][:num_layers]) for n in range(3))
         order = tuple(tuple(of_rank) for of_rank in gather_actions(self._order, self.pipeline.group))
-        return LayerTimes(tuple(seconds[:num_layers]), tuple(seconds[num_layers:]), round(-fewest), order)
+        return LayerTimes(forward_s, backward_s, round(-fewest), order, tuple(map(bool, trained)))
 
 
 def _mean_by_layer(
@@ -277,18 +282,18 @@ def typical_s(steps: Sequence[tuple[tuple[int, ...], float]]) -> float:
 
 def trained_layers(stage: VLMStage) -> list[int]:
     """Return the numbers of the layers of a stage that have trained parameters."""
-    split, found = stage.split, []
-    parts: dict[int, list[nn.Module]] = {
-        0: [stage.vision.patch_embedding] if stage.is_first else [],
-        split.fusion_layer: [stage.projector, stage.language.embedding] if stage.has_fusion else [],
-        split.num_layers - 1: [stage.language.norm] if stage.is_last else [],
-    }
+    split, vision, language = stage.split, stage.vision, stage.language
+    parts: dict[int, list[nn.Parameter]] = {layer: [] for layer in split.layers(stage.stage)}
+    if stage.is_first:
+        parts[0] = [p for name, p in vision.named_parameters() if not name.startswith("blocks.")]
+    if stage.has_fusion:
+        parts[split.fusion_layer] = [*stage.projector.parameters(), *language.embedding.parameters()]
+    if stage.is_last:
+        output = language.embedding if language.lm_head is None else language.lm_head
+        parts[split.num_layers - 1] = [*language.norm.parameters(), *output.parameters()]
     for first, blocks, numbers in (
-        (1, stage.vision.blocks, split.vision_blocks(stage.stage)),
-        (split.fusion_layer + 1, stage.language.blocks, split.language_blocks(stage.stage)),
+        (1, vision.blocks, split.vision_blocks(stage.stage)),
+        (split.fusion_layer + 1, language.blocks, split.language_blocks(stage.stage)),
     ):
-        parts |= {first + n: [block] for n, block in zip(numbers, blocks.children(), strict=True)}
-    for layer in split.layers(stage.stage):
-        if any(p.requires_grad for module in parts[layer] for p in module.parameters()):
-            found.append(layer)
-    return found
+        parts |= {first + n: list(block.parameters()) for n, block in zip(numbers, blocks.children(), strict=True)}
+    return [layer for layer, parameters in parts.items() if any(p.requires_grad for p in parameters)]

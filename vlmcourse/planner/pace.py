@@ -23,7 +23,13 @@ MAX_STATES = 5_000
 MayBeStage = Callable[[int, int], bool]
 
 
-def pace_s(schedule: str, split: StageSplit, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
+def pace_s(
+    schedule: str,
+    split: StageSplit,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    first_backward_s: Sequence[float] | None = None,
+) -> float:
     """Return how many seconds after another a micro-batch can leave a pipeline at best.
 
     With gpipe that is the slowest forward and the slowest backward, on whichever stages they are, since all forwards
@@ -34,10 +40,13 @@ def pace_s(schedule: str, split: StageSplit, forward_s: Sequence[float], backwar
         split: which layers stand where.
         forward_s: of every layer, for one micro-batch.
         backward_s: likewise.
+        first_backward_s: likewise, of a layer that stands on the first stage; None if it takes as long there.
     """
     stages = range(split.num_stages)
     forward = [sum(forward_s[layer] for layer in split.layers(stage)) for stage in stages]
     backward = [sum(backward_s[layer] for layer in split.layers(stage)) for stage in stages]
+    if first_backward_s is not None:
+        backward[0] = sum(first_backward_s[layer] for layer in split.layers(0))
     if schedule == "gpipe":
         return max(forward) + max(backward)
     pp = split.num_stages // SCHEDULES[schedule].stages_per_rank
@@ -51,6 +60,7 @@ def split_by_pace(
     schedule: str,
     pp: int,
     *,
+    first_backward_s: Sequence[float] | None = None,
     block_each: bool = False,
     output_apart: bool = False,
 ) -> StageSplit:
@@ -65,22 +75,30 @@ def split_by_pace(
         backward_s: likewise.
         schedule: one of `SCHEDULES`.
         pp: ranks of the pipeline.
+        first_backward_s: likewise, of a layer that stands on the first stage; None if it takes as long there. Only
+            schedules with two stages a rank take it.
         block_each: see `split_by_cost`.
         output_apart: see `split_by_cost`.
 
     Raises:
-        ValueError: if there are not as many costs as layers, or fewer layers (or blocks) than stages.
+        ValueError: if there are not as many costs as layers, fewer layers (or blocks) than stages, or the schedule does
+            not take `first_backward_s`.
     """
+    if first_backward_s is not None and SCHEDULES[schedule].stages_per_rank == 1:
+        raise ValueError(f"{schedule} was given first_backward_s: leave it out, only two stages a rank are searched so")
     num_stages = pp * SCHEDULES[schedule].stages_per_rank
     costs = [forward + backward for forward, backward in zip(forward_s, backward_s, strict=True)]
     start = split_by_cost(shape, costs, num_stages, block_each=block_each, output_apart=output_apart)
     may_be_stage = stage_rule(shape, num_stages, block_each=block_each, output_apart=output_apart)
-    limit = pace_s(schedule, start, forward_s, backward_s)
+    first_costs = costs
+    if first_backward_s is not None:
+        first_costs = [forward + backward for forward, backward in zip(forward_s, first_backward_s, strict=True)]
+    limit = pace_s(schedule, start, forward_s, backward_s, first_backward_s)
     if schedule == "gpipe":
         return split_at(shape, _cuts_for_two_phases(forward_s, backward_s, num_stages, limit, may_be_stage))
     if SCHEDULES[schedule].stages_per_rank == 1:
         return start
-    return _split_for_pairs(shape, costs, schedule, start, limit, may_be_stage)
+    return _split_for_pairs(shape, costs, first_costs, schedule, start, limit, may_be_stage)
 
 
 def _cuts_for_two_phases(
@@ -131,7 +149,13 @@ def _unbeaten(found: list[tuple[float, float, list[int]]]) -> list[tuple[float, 
 
 
 def _split_for_pairs(
-    shape: VLMShape, costs: Sequence[float], schedule: str, start: StageSplit, limit: float, may_be_stage: MayBeStage
+    shape: VLMShape,
+    costs: Sequence[float],
+    first_costs: Sequence[float],
+    schedule: str,
+    start: StageSplit,
+    limit: float,
+    may_be_stage: MayBeStage,
 ) -> StageSplit:
     """Return the split whose busiest rank has least to do, where each rank has two stages.
 
@@ -140,6 +164,7 @@ def _split_for_pairs(
     Args:
         shape: the model's.
         costs: of every layer, forward and backward.
+        first_costs: likewise, on the first stage.
         schedule: with two stages a rank.
         start: any split.
         limit: the pace of that split.
@@ -148,16 +173,17 @@ def _split_for_pairs(
     none = [0.0] * len(costs)
     best, highest = start, limit
     pp = start.num_stages // 2
-    lowest = max(sum(costs) / pp, max(costs)) * (1 - PRECISION)
+    least = list(map(min, costs, first_costs))
+    lowest = max(sum(least) / pp, max(least)) * (1 - PRECISION)
     while highest - lowest > PRECISION * highest:
         middle = (lowest + highest) / 2
-        pairs = _pairs_below(costs, pp, middle, SCHEDULES[schedule].v_shaped, may_be_stage)
+        pairs = _pairs_below(costs, first_costs, pp, middle, SCHEDULES[schedule].v_shaped, may_be_stage)
         if pairs is None:
             lowest = middle
         else:
             stages = sorted(stage for pair in pairs for stage in pair)
             best = split_at(shape, [first for first, _ in stages[1:]])
-            highest = min(middle, pace_s(schedule, best, costs, none))
+            highest = min(middle, pace_s(schedule, best, none, costs, first_costs))
     return best
 
 
@@ -166,16 +192,21 @@ Pair = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _pairs_below(
-    costs: Sequence[float], pp: int, limit: float, v_shaped: bool, may_be_stage: MayBeStage
+    costs: Sequence[float],
+    first_costs: Sequence[float],
+    pp: int,
+    limit: float,
+    v_shaped: bool,
+    may_be_stage: MayBeStage,
 ) -> list[Pair] | None:
     """Return two stages for each rank whose costs are together at most `limit`; None if there are none.
 
     The ranks take layers in turn: at the front and at the back of what is left (v-shaped), or at the fronts of two
-    halves, whose border is tried everywhere. What is left must be no more than the other ranks can do; that leaves few
-    states, and each is tried once. Up to 16 stages of 100 layers that is a matter of seconds; the search of a larger
-    pipeline may end at `MAX_STATES` and miss a split.
+    halves, whose border is tried everywhere. The first rank's front is the first stage. What is left must be no more
+    than the other ranks can do; that leaves few states, and each is tried once. Up to 16 stages of 100 layers that is a
+    matter of seconds; the search of a larger pipeline may end at `MAX_STATES` and miss a split.
     """
-    total = [0.0, *accumulate(costs)]
+    total, total_first = ([0.0, *accumulate(of_layers)] for of_layers in (costs, first_costs))
     num_layers = len(costs)
     borders = [num_layers] if v_shaped else range(pp, num_layers - pp + 1)
     choose = _v_shaped if v_shaped else _interleaved
@@ -186,7 +217,8 @@ def _pairs_below(
             return []
         if (rank, front, back, border) in failed or len(failed) == MAX_STATES:
             return None
-        for front_end, back_end in choose(total, front, back, border, pp - rank - 1, limit):
+        of_front = total if rank else total_first
+        for front_end, back_end in choose(total, of_front, front, back, border, pp - rank - 1, limit):
             second = min(back, back_end), max(back, back_end)
             if may_be_stage(front, front_end) and may_be_stage(*second):
                 rest = place(rank + 1, front_end, back_end, border)
@@ -199,29 +231,42 @@ def _pairs_below(
 
 
 def _v_shaped(
-    total: Sequence[float], front: int, back: int, border: int, ranks_left: int, limit: float
+    total: Sequence[float],
+    of_front: Sequence[float],
+    front: int,
+    back: int,
+    border: int,
+    ranks_left: int,
+    limit: float,
 ) -> Iterator[tuple[int, int]]:
     """Yield where a rank's first stage may end and its second begin, if layers `front` to before `back` are left."""
     for end in range(front + 1, back):
-        if total[end] - total[front] > limit:
+        spent = of_front[end] - of_front[front]
+        if spent > limit:
             return
         if not ranks_left:
-            if total[back] - total[front] <= limit:
+            if spent + total[back] - total[end] <= limit:
                 yield end, end
             continue
-        least = bisect_left(total, total[back] - (limit - (total[end] - total[front])))
+        least = bisect_left(total, total[back] - (limit - spent))
         most = bisect_right(total, total[end] + ranks_left * limit) - 1
         for begin in range(max(least, end + 2 * ranks_left), min(most, back - 1) + 1):
             yield end, begin
 
 
 def _interleaved(
-    total: Sequence[float], front: int, back: int, border: int, ranks_left: int, limit: float
+    total: Sequence[float],
+    of_front: Sequence[float],
+    front: int,
+    back: int,
+    border: int,
+    ranks_left: int,
+    limit: float,
 ) -> Iterator[tuple[int, int]]:
     """Yield where a rank's two stages may end, if they begin at `front` (before the border) and `back`."""
     num_layers = len(total) - 1
     for end in range(front + 1, border - ranks_left + 1):
-        spent = total[end] - total[front]
+        spent = of_front[end] - of_front[front]
         if spent > limit:
             return
         if not ranks_left and end < border:

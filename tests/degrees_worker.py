@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -17,15 +17,21 @@ from combinations import Combination, config_of, divisible_shape
 from parity import AwkwardTrainer, awkward_samples
 
 from vlmcourse.config import TrainConfig
+from vlmcourse.data.collate import Collator
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Sample
+from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.layout import ParallelConfig
+from vlmcourse.models.generate import generate
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.apply import apply_strategy, check_strategy
+from vlmcourse.parallel.apply import apply_strategy, as_vlm, check_strategy, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.mesh import find_place
+from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.pipelined_generation import generate_in_pipeline
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train import evaluate
+from vlmcourse.train.loss import token_loss_sum
 
 NUM_STEPS = 6
 SAVED_STEP = 3
@@ -50,6 +56,11 @@ ANSWERING = {
     "pp-fsdp-cp answers": Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 2),
 }
 """What only answers, from one process's last checkpoint."""
+BENT = {
+    "pp-fsdp": Combination(4, {"strategy": "fsdp", "pp": 2}, 2),
+    "pp-tp-padded": Combination(4, {"pp": 2, "tp": 2, "vision_heads": "pad_heads"}, 2, heads=3, vocab_size=257),
+}
+"""What answers with a model whose first answer begins with the image token."""
 
 
 def model_of(combination: Combination) -> str:
@@ -150,15 +161,54 @@ def refuse_checkpoints(ranks: Ranks, folder: Path) -> dict[str, str]:
     return found
 
 
+def answer_with_image_token(combination: Combination, ranks: Ranks) -> dict[str, Any]:
+    """Let a model whose first answer begins with the image token answer, plain and in a pipeline."""
+    shape = divisible_shape(combination.heads, vocab_size=combination.vocab_size)
+    model = build_model(shape, seed=11).eval()
+    tokenizer = load_tokenizer("builtin")
+    asked = [q for sample in DigitsDataset(8, 0, "heldout")[:8] for q in evaluate.questions_of(sample)]
+    batch = Collator(tokenizer, shape, 256).prompts(asked)
+    inputs = batch.input_ids_BS, batch.pixel_values_ICHW, batch.attention_mask_BS
+    last: list[torch.Tensor] = []
+    hook = model.language.norm.register_forward_hook(lambda _, __, x_BSD: last.append(x_BSD[:, -1]))
+    with torch.no_grad():
+        model.projector.down_proj.weight.mul_(20)  # so that every answer depends on its picture
+        model(*inputs, last_only=True)
+        hook.remove()
+        wanted_B = torch.full((len(batch.sample_ids),), -300.0)
+        wanted_B[0] = 300.0
+        assert model.language.lm_head is not None
+        model.language.lm_head.weight[shape.image_token_id] = torch.linalg.pinv(last[0]) @ wanted_B
+    limits: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": tokenizer.eos_token_id, "stop_early": False}
+    expected_BS = generate(model, *inputs, **limits)
+    config = config_of(combination).parallel
+    pipelined = apply_strategy(model, config, ranks, find_place(config, ranks, shape), token_loss_sum).eval()
+    shapes = []
+    for part in plain_parts(pipelined):
+        if as_vlm(part).language.lm_head is not None:
+            head = cast(torch.nn.Module, as_vlm(part).language.lm_head)
+            head.register_forward_hook(lambda _, __, logits_BSV: shapes.append(list(logits_BSV.shape[:2])))
+    given_BS = generate_in_pipeline(cast(PipelinedModel, pipelined), batch, **limits)
+    begins = expected_BS[:, 0] == shape.image_token_id
+    return {
+        "expected": expected_BS.tolist(),
+        "given": given_BS.tolist(),
+        "begin with the image token": begins.tolist(),
+        "predicted": shapes,
+    }
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Any] = {"refusals": collect_refusals(ranks)}
     for name, combination in RUNS.items():
         trainer = build(combination, ranks, folder, name, seed=50 + ranks.rank)
         trainer.resume(folder / model_of(combination) / "checkpoints" / f"step_{SAVED_STEP:06d}")
-        with recorded_answers() as answers:
+        spy = mock.patch.object(evaluate, "generate_in_pipeline", wraps=generate_in_pipeline)
+        with recorded_answers() as answers, spy as generations:
             result = trainer.fit()
         found[name] = {"losses": result.losses, "exact": [result.exact_match, result.num_questions], "answers": answers}
+        found[name]["at a time"] = [len(call.args[1].input_ids_BS) for call in generations.call_args_list]
     for name, combination in ANSWERING.items():
         trainer = build(combination, ranks, folder, "answering", seed=0)
         trainer.resume(folder / "plain" / "checkpoints" / f"step_{NUM_STEPS:06d}")
@@ -170,6 +220,8 @@ def main(folder: Path) -> None:
         trainer = build(combination, ranks, folder, "crossed", seed=0)
         trainer.resume(folder / name / "checkpoints" / f"step_{NUM_STEPS:06d}")
         found[f"crossed {name}"] = trainer.train_step().loss
+    for name, combination in BENT.items():
+        found[f"bent {name}"] = answer_with_image_token(combination, ranks)
     found["refusals"] |= refuse_checkpoints(ranks, folder)
     (folder / f"found{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     del trainer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import Combination
-from degrees_worker import ANSWERING, CROSSED, NUM_STEPS, RUNS, SAVED_STEP, build, model_of, recorded_answers
+from combinations import Combination, config_of
+from degrees_worker import ANSWERING, BENT, CROSSED, NUM_STEPS, RUNS, SAVED_STEP, build, model_of, recorded_answers
 from parity import LOSS_TOLERANCE
 from ranks import run_worker
 
@@ -87,6 +87,30 @@ def test_a_run_goes_on_from_one_process_and_answers_as_it_does(
     for of_rank in found:
         assert of_rank[name]["losses"] == pytest.approx(expected.losses[SAVED_STEP:], abs=CLOSE)
         assert of_rank[name]["exact"] == [expected.exact_match, expected.num_questions]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].parallel.get("pp", 1) > 1])
+def test_a_pipeline_answers_no_more_questions_at_a_time_than_it_trains_on(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    for of_rank in found:
+        assert max(of_rank[name]["at a time"]) == config_of(RUNS[name]).train.micro_batch_size
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_an_image_token_in_an_answer_takes_no_feature_from_other_rows(found: list[dict[str, Any]], name: str) -> None:
+    for of_rank in found:
+        bent = of_rank[f"bent {name}"]
+        assert bent["begin with the image token"] == [True] + [False] * (len(bent["expected"]) - 1)
+        assert bent["given"] == bent["expected"]
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_pipeline_predicts_one_position_of_each_prompt(found: list[dict[str, Any]], name: str) -> None:
+    bent = [of_rank[f"bent {name}"] for of_rank in found]
+    each_pass = [[len(bent[0]["expected"]), 1]] * len(bent[0]["expected"][0])
+    # The head is on the second stage alone.
+    assert [of_rank["predicted"] for of_rank in bent] == [[], [], each_pass, each_pass]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -253,10 +253,18 @@ class LanguageTower(nn.Module):
         """Return the rotations of these positions, for every block; see `rope_tables`."""
         return rope_tables(positions_BS, self.shape.hidden_size // self.shape.num_heads, self.shape.rope_theta)
 
-    def predict(self, x_BSD: Tensor) -> Tensor:
-        """Turn what the last block gives [batch, seq, width] into logits [batch, seq, vocab]."""
-        x_BSD = self.norm(x_BSD)
+    def predict(self, x_BSD: Tensor, position_B: Tensor | None = None) -> Tensor:
+        """Turn what the last block gives [batch, seq, width] into logits [batch, seq, vocab].
+
+        With `position_B`, int64 [batch], of this one position of each row: [batch, 1, vocab].
+        """
+        x_BSD = self.norm(x_BSD if position_B is None else pick_positions(x_BSD, position_B))
         return F.linear(x_BSD, self.embedding.weight) if self.lm_head is None else self.lm_head(x_BSD)
+
+
+def pick_positions(x_BSD: Tensor, position_B: Tensor) -> Tensor:
+    """Return one position of each row, [batch, 1, width]; `position_B` is int64 [batch]."""
+    return x_BSD[torch.arange(len(position_B), device=x_BSD.device), position_B][:, None]
 
 
 def _place_features(x_BSD: Tensor, features_ND: Tensor, feature_index_N: Tensor) -> Tensor:

@@ -2,23 +2,20 @@
 
 Enters: a `PipelinedModel` and left-padded prompts. Leaves: the new tokens, on every rank of the pipeline. There is no
 cache of keys: each new token runs the whole sequence through all stages, one after the other. That is slow, and takes
-no memory but the activations of one batch; an evaluation's answers are short. Chapter 1.
+no memory but the activations of one batch and the logits of one position a prompt; an evaluation's answers are short.
+Chapter 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from vlmcourse.data.samples import Batch
-from vlmcourse.parallel.microbatches import StepBatch, stack_batches
+from vlmcourse.parallel.microbatches import StepBatch, check_batches, stack_batches
 from vlmcourse.parallel.padding import round_up
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
@@ -39,27 +36,33 @@ def generate_in_pipeline(
 
     Returns:
         New tokens int64 [batch, at most max_new_tokens], equal on all ranks; after an answer's end `eos_token_id`.
+
+    Raises:
+        ValueError: if `max_new_tokens` is below 1, or the batch does not fit the model (see `check_batches`).
     Communicates: for each new token what crosses the boundaries between ranks, [batch, seq, width] or tiles, and a
         broadcast of 8 bytes a prompt.
     """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}: must be 1 or greater")
     pipeline = model.pipeline
+    check_batches([batch], pipeline.stages[0])
     multiple = max(stage.sequence_parts for stage in pipeline.stages)
     lengths_B = batch.attention_mask_BS.sum(dim=1)
     step = _stack_prompts(batch, lengths_B, max_new_tokens - 1, multiple, pipeline)
     ids_BS = step.fields["input_ids_BS"]
+    # Asked now, while there are prompts alone: an answer's own image tokens must not take features from later rows.
+    step.fields["is_feature_BS"] = ids_BS == pipeline.stages[0].shape.image_token_id
     rows_B = torch.arange(ids_BS.shape[0], device=ids_BS.device)
     ended_B = torch.zeros_like(rows_B, dtype=torch.bool)
     written: list[Tensor] = []
-    with _logits_instead_of_losses(pipeline):
-        while True:
-            # Labels say which position's logits are wanted.
-            step.fields["labels_BS"] = (lengths_B + len(written) - 1)[:, None]
-            next_B = _run_stages(pipeline, step).masked_fill(ended_B, eos_token_id)
-            written.append(next_B)
-            ended_B |= next_B == eos_token_id
-            if len(written) == max_new_tokens or (stop_early and bool(ended_B.all())):
-                return torch.stack(written, dim=1)
-            ids_BS[rows_B, lengths_B + len(written) - 1] = next_B
+    while True:
+        step.fields["position_B"] = lengths_B + len(written) - 1
+        next_B = _run_stages(pipeline, step).masked_fill(ended_B, eos_token_id)
+        written.append(next_B)
+        ended_B |= next_B == eos_token_id
+        if len(written) == max_new_tokens or (stop_early and bool(ended_B.all())):
+            return torch.stack(written, dim=1)
+        ids_BS[rows_B, lengths_B + len(written) - 1] = next_B
 
 
 def _stack_prompts(batch: Batch, lengths_B: Tensor, num_more: int, multiple: int, pipeline: Pipeline) -> StepBatch:
@@ -95,29 +98,9 @@ def _run_stages(pipeline: Pipeline, step: StepBatch) -> Tensor:
         if owner == pipeline.pp_rank:
             x = here[number](x, **step.fields)
     last = pipeline.owner[pipeline.num_stages - 1]
-    next_B = x if last == pipeline.pp_rank else torch.empty(step.batch_size, dtype=torch.int64, device=pipeline.device)
+    if last == pipeline.pp_rank:
+        next_B = x[:, -1].argmax(dim=-1)
+    else:
+        next_B = torch.empty(step.batch_size, dtype=torch.int64, device=pipeline.device)
     dist.broadcast(next_B, group=pipeline.group, group_src=last)
     return next_B
-
-
-@contextmanager
-def _logits_instead_of_losses(pipeline: Pipeline) -> Iterator[None]:
-    """Let the last stage return the most likely token after each row's position, which stands in the labels."""
-    before = [stage.loss_sum for stage in pipeline.stages]
-    for stage in pipeline.stages:
-        stage.loss_sum = _most_likely
-    try:
-        yield
-    finally:
-        for stage, loss_sum in zip(pipeline.stages, before, strict=True):
-            stage.loss_sum = loss_sum
-
-
-def _most_likely(logits_BSV: Any, position_B1: Tensor) -> Tensor:
-    rows_B = torch.arange(len(position_B1), device=position_B1.device)
-    if isinstance(logits_BSV, DTensor):  # split along the vocabulary, the logits of padding at minus infinity
-        part_BV = logits_BSV.to_local()[rows_B, position_B1[:, 0]]
-        logits_BV = DTensor.from_local(part_BV, logits_BSV.device_mesh, [Shard(1)], run_check=False).full_tensor()
-    else:
-        logits_BV = logits_BSV[rows_B, position_B1[:, 0]]
-    return logits_BV.argmax(dim=-1)

@@ -130,6 +130,8 @@ class VLMStage(VLM):
         num_tiles: Tensor,
         rows: int,
         columns: int,
+        is_feature_BS: Tensor | None = None,
+        position_B: Tensor | None = None,
     ) -> Tensor:
         """Run this stage's layers on one micro-batch.
 
@@ -142,20 +144,25 @@ class VLMStage(VLM):
             num_tiles: int64 [1] on CPU: tiles whose features have a place in the text; the first of those in `x`.
             rows: patches of a tile from top to bottom.
             columns: patches of a tile from left to right.
+            is_feature_BS: bool [batch, seq], True where a feature goes; by default wherever the image token stands. A
+                generation gives that of its prompts: an image token in an answer has no feature.
+            position_B: int64 [batch], the one position of each row whose logits are wanted; for a generation.
 
         Returns:
             [tiles, 1 + patches, vision width] before the fusion, [batch, seq, language width] from there on (of its own
-            positions only, under context parallelism), and on the last stage the sum of token losses, a scalar.
+            positions only, under context parallelism), and on the last stage the sum of token losses, a scalar, or with
+            `position_B` whole logits [batch, 1, vocab].
         """
         with self.precision():
             x = self._see(x, rows, columns)
             if self.has_fusion:
-                x = self._fuse(x, input_ids_BS, int(num_tiles), rows, columns)
+                is_feature_BS = input_ids_BS == self.shape.image_token_id if is_feature_BS is None else is_feature_BS
+                x = self._fuse(x, input_ids_BS, is_feature_BS, int(num_tiles), rows, columns)
             if self.stage >= self.split.fusion_stage and len(self.language.blocks):
                 x = self._read(x, input_ids_BS, attention_mask_BS)
-            logits_BSV = self.language.predict(x) if self.is_last else None
+            logits_BSV = self.language.predict(x, position_B) if self.is_last else None
         if logits_BSV is not None:
-            return self.loss_sum(logits_BSV, labels_BS)
+            return self.loss_sum(logits_BSV, labels_BS) if position_B is None else logits_BSV
         x = x.to(self.dtype)
         # The pipeline detaches outputs in place, which a view does not allow.
         return x.clone() if x._is_view() else x
@@ -169,12 +176,13 @@ class VLMStage(VLM):
             x = block(x)
         return x
 
-    def _fuse(self, x: Tensor, input_ids_BS: Tensor, num_tiles: int, rows: int, columns: int) -> Tensor:
+    def _fuse(
+        self, x: Tensor, input_ids_BS: Tensor, is_feature_BS: Tensor, num_tiles: int, rows: int, columns: int
+    ) -> Tensor:
         """Place image features among the embeddings of tokens [batch, seq, width]."""
         features_IND = x if self.is_first else self.projector(x[:, 1:], rows, columns)
         size = num_tiles * self.projector.tokens_per_tile(rows, columns)
-        is_image_BS = input_ids_BS == self.shape.image_token_id
-        index_N1 = torch.nonzero_static(is_image_BS.flatten(), size=size)
+        index_N1 = torch.nonzero_static(is_feature_BS.flatten(), size=size)
         x_BSD = self.language.embed(input_ids_BS, features_IND.flatten(0, 1), index_N1[:, 0])
         return x_BSD if self.language.take_part is None else self.language.take_part(x_BSD, 1)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from vlmcourse.models.cache import KVCache
-from vlmcourse.models.decoder import LanguageTower
+from vlmcourse.models.decoder import LanguageTower, pick_positions
 from vlmcourse.parallel.tensor_styles import SequenceLayout
 
 
@@ -29,7 +29,8 @@ def split_predict(tower: LanguageTower, mesh: DeviceMesh, layout: SequenceLayout
     """Let a tower, whose weights are split already, return logits that are split along the vocabulary.
 
     A call for the last position alone, or with a cache of keys, is a generation: it works on whole sequences, which a
-    single token cannot be split into, and returns whole, plain logits without the rows of padding.
+    single token cannot be split into, and returns whole, plain logits without the rows of padding. `predict` with one
+    position of each row returns such logits as well.
 
     Args:
         tower: `embedding` and `lm_head` split by rows; `predict` and `forward` are replaced.
@@ -40,11 +41,16 @@ def split_predict(tower: LanguageTower, mesh: DeviceMesh, layout: SequenceLayout
     """
     vocab_size, forward = tower.shape.vocab_size, tower.forward
 
-    def predict(x_BSD: Tensor) -> Tensor:
+    def predict(x_BSD: Tensor, position_B: Tensor | None = None) -> Tensor:
         part_BSD = DTensor.from_local(tower.norm(x_BSD), mesh, [layout.placement], run_check=False)
         whole_BSD = part_BSD.redistribute(placements=[Replicate()])
+        if position_B is not None:
+            picked_BSD = pick_positions(whole_BSD.to_local(), position_B)
+            whole_BSD = DTensor.from_local(picked_BSD, mesh, [Replicate()], run_check=False)
         head = tower.lm_head
         logits_BSV = F.linear(whole_BSD, tower.embedding.weight) if head is None else head(whole_BSD)
+        if position_B is not None:
+            return cast(DTensor, logits_BSV).full_tensor()[..., :vocab_size]
         return hide_padding(cast(DTensor, logits_BSV), vocab_size)
 
     def run(*args: Any, kv_cache: KVCache | None = None, last_only: bool = False, **kwargs: Any) -> Tensor:

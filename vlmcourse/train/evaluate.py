@@ -5,7 +5,7 @@ answers, so no rank ever holds more weights than in training; ranks that share m
 same questions together, all others are dealt questions of their own. Under single and ddp these generate at their own
 pace. Under fsdp every forward gathers weights from all ranks, so the ranks go in step: equally many batches and tokens,
 and a vision tower that runs on every rank if it runs on one. A pipeline has no cache of keys while it generates, so
-each token costs it a pass of whole sequences through all stages.
+each token costs it a pass of whole sequences through all stages; the trainer lets it answer a micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def evaluate_exact_match(
         collator: turns samples into left-padded prompts.
         tokenizer: decodes answers.
         ranks: this process's place; all ranks must call this.
-        batch_size: questions that one rank, or one tp x pp group, answers at a time.
+        batch_size: questions that one rank, or one tp x pp group, answers at a time. A pipeline runs the vision tower
+            and whole sequences of all of them at once for each new token: give it a micro-batch.
         precision: fp32 or bf16.
         layout: which ranks share a model; by default each has one of its own.
     Communicates: two numbers at the end; for each generated token, under fsdp an all-gather of all weights, under tp

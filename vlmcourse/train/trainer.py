@@ -52,7 +52,7 @@ from vlmcourse.train.seed import seed_step
 
 logger = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 64
-"""Questions that one rank answers at a time."""
+"""Questions that one rank answers at a time; a pipeline answers micro-batches, see `Trainer.evaluate`."""
 HARMLESS_CHANGES = (
     *("name", "output_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("micro_batch_size", "accumulation_steps"),
@@ -262,15 +262,17 @@ class Trainer:
     def evaluate(self) -> ExactMatch:
         """Answer every held-out question and compare with the right answers; all ranks must call this.
 
-        The distributed model answers as it is: see `evaluate_exact_match`.
+        The distributed model answers as it is: see `evaluate_exact_match`. A pipeline answers `micro_batch_size`
+        questions at a time: without a cache of keys each pass holds whole sequences, as many as in training.
         """
+        in_pipeline = isinstance(self.model, PipelinedModel)
         return evaluate_exact_match(
             self.model,
             self.eval_data,
             self.collator,
             self.tokenizer,
             self.ranks,
-            batch_size=EVAL_BATCH_SIZE,
+            batch_size=self.config.train.micro_batch_size if in_pipeline else EVAL_BATCH_SIZE,
             precision=self.config.train.precision,
             layout=self.place.layout,
         )

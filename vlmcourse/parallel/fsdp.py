@@ -12,7 +12,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 7; torch.distributed.fsdp.fully_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ def apply_fsdp(
         all-reduce of the shards of gradients.
     """
     units = find_units(model)
+    is_whole_vlm = type(model) is VLM  # and no stage of one, whose input may need a gradient; sharding changes the type
     mesh = mesh or init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
     whole = None if are_equal else _take_from_meta(model, ranks)
     if whole is None and not are_equal:
@@ -72,8 +73,8 @@ def apply_fsdp(
         model.to_empty(device=ranks.device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
-    if type(model) is VLM:  # and no stage of one, whose input may need a gradient
-        _skip_frozen_vision(model)
+    if is_whole_vlm:
+        _skip_frozen_vision(cast(VLM, model))
     set_prefetch(find_blocks(model), prefetch)
     return model
 

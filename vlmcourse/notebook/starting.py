@@ -231,13 +231,18 @@ class RankStarter:
 class ForkServerClient:
     """The kernel's end of one fork server."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """Start a server; it needs seconds before it can answer, and this does not wait for them."""
+    def __init__(self, env: Mapping[str, str], boot: str = SERVER_BOOT) -> None:
+        """Start a server; it needs seconds before it can answer, and this does not wait for them.
+
+        Args:
+            env: its environment.
+            boot: what its Python runs.
+        """
         self._snapshot = snapshot(env)
         self._lock = threading.Lock()
         self._is_ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", SERVER_BOOT, str(theirs.fileno()), json.dumps(readable_path())]
+        command = [sys.executable, "-c", boot, str(theirs.fileno()), json.dumps(readable_path())]
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

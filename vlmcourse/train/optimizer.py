@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vlmcourse.config import TOWERS, OptimizerConfig
 from vlmcourse.parallel.apply import named_plain_parameters
-from vlmcourse.parallel.clipping import clip_over_stages, total_norm
+from vlmcourse.parallel.clipping import clip_over_stages, multiply_local_parts, total_norm
 from vlmcourse.parallel.data import shard_optimizer
 from vlmcourse.parallel.pipelined import PipelinedModel
 
@@ -135,8 +135,8 @@ def clip_global_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
         The L2 norm of the whole gradient before clipping, equal on every rank and under every strategy.
     Communicates: where gradients are shards, all-reduces of 4 bytes to add up the ranks' squares.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(gradients)
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        multiply_local_parts(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as torch's own clipping
     return float(norm)

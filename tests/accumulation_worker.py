@@ -17,14 +17,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from combinations import divisible_shape
 from parity import AwkwardTrainer, Recording, awkward_samples, record
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import IGNORE_LABEL, Batch
+from vlmcourse.labs.batch_norm import build_tower, compare_norms, load_pictures
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel import apply, sync
+from vlmcourse.parallel.batch_norm import sync_batch_norms
 from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
@@ -303,6 +306,22 @@ def count_case(parallel: dict[str, Any], steps: int, ranks: Ranks) -> dict[str, 
     return count(build(Case(parallel, steps), ranks))
 
 
+def check_statistics(ranks: Ranks) -> list[float]:
+    """Return how far the running statistics of a synchronized BatchNorm are from those over all samples."""
+    pixels, _ = load_pictures()
+    plain = build_tower("BatchNorm", pixels)
+    synced = build_tower("BatchNorm", pixels)
+    assert dist.group.WORLD is not None
+    sync_batch_norms(synced, dist.group.WORLD, ranks.device)
+    for part in (pixels, pixels.flip(0)[:24]):
+        plain(part)
+        synced(part[ranks.rank :: 2])
+    outputs = [float((plain.eval()(pixels) - synced.eval()(pixels)).abs().max())]
+    theirs, ours = plain.state_dict(), synced.state_dict()
+    assert theirs.keys() == ours.keys()
+    return outputs + [float((theirs[name] - ours[name]).abs().max()) for name in theirs if "running" in name]
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     assert apply.is_engine is sync.is_engine
@@ -316,7 +335,8 @@ def main(folder: Path) -> None:
         if is_here(name)
         for steps in ((2, 6) if "pp" in name else (1, 3))
     }
-    torch.save({"runs": runs, "bugs": planted, "counts": counts}, folder / f"rank{ranks.rank}.pt")
+    norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)} if ranks.world_size == 2 else {}
+    torch.save({"runs": runs, "bugs": planted, "counts": counts, "norms": norms}, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 
 

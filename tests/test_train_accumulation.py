@@ -12,6 +12,7 @@ from accumulation_worker import BUGS, BUGS_OF_FOUR, FOUR, TWO, Case, run
 from parity import KEY_BIAS, Recording, check_parity, load
 from ranks import run_worker
 
+from vlmcourse.labs.batch_norm import CUTS
 from vlmcourse.parallel.ranks import Ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -20,11 +21,6 @@ CASES = TWO | FOUR
 FIRST_STEP_TOLERANCE = 3e-6
 """Length of the difference over that of the gradient: fp32 sums added in another order; later steps have rounded
 weights too."""
-
-
-@cache
-def reference(case: Case) -> Recording:
-    return run(case, ALONE)
 
 
 @cache
@@ -39,7 +35,7 @@ def expected(case: Case) -> Recording:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By part, what the ranks of both starts found."""
-    parts: dict[str, dict[Any, list[Any]]] = {"runs": {}, "bugs": {}, "counts": {}}
+    parts: dict[str, dict[Any, list[Any]]] = {"runs": {}, "bugs": {}, "counts": {}, "norms": {}}
     for world_size in (2, 4):
         folder: Path = tmp_path_factory.mktemp(f"accumulation{world_size}")
         run_worker("accumulation_worker.py", str(folder), nproc=world_size)
@@ -123,3 +119,20 @@ def test_what_waiting_costs_is_what_was_computed(found: dict[str, Any]) -> None:
     shards = [of_rank["estimate"] for of_rank in counts["fsdp, every", 3]]
     assert sum(shards) == whole_bytes and max(shards) < 0.6 * whole_bytes
     assert all(of_rank["held"][2] < 0.6 * whole_bytes for of_rank in counts["fsdp", 3])  # the last leaves shards
+
+
+def test_what_a_cut_batch_does_to_each_normalization(found: dict[str, Any]) -> None:
+    for errors in found["norms"]["errors"]:
+        in_micro_batches, over_ranks, both = CUTS
+        for norm in ("frozen BatchNorm", "GroupNorm"):
+            assert max(errors[norm].values()) < 1e-5, norm
+        assert min(errors["BatchNorm"].values()) > 0.05
+        synced = errors["SyncBatchNorm"]
+        assert synced[over_ranks] < 1e-5 and min(synced[in_micro_batches], synced[both]) > 0.05
+        # It normalizes by the same samples as one rank that cuts the batch as often.
+        assert abs(synced[both] - synced[in_micro_batches]) < 1e-4
+
+
+def test_a_synchronized_batch_norm_remembers_the_samples_of_all_ranks(found: dict[str, Any]) -> None:
+    for differences in found["norms"]["statistics"]:
+        assert len(differences) == 7 and max(differences) < 1e-5

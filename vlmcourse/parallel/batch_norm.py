@@ -40,7 +40,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         sums = sum_over_group(sums, self.group)
         mean_C, square_C = (sums[:-1] / sums[-1]).chunk(2)
         var_C = square_C - mean_C.square()
-        self._remember(mean_C.detach(), var_C.detach(), float(sums[-1]))
+        self._remember(mean_C.detach(), var_C.detach(), float(sums[-1].detach()))
         normal_BCHW = (x_BCHW - mean_C[:, None, None]) * (var_C[:, None, None] + self.eps).rsqrt()
         return normal_BCHW * self.weight[:, None, None] + self.bias[:, None, None]
 

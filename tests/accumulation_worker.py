@@ -78,16 +78,16 @@ TWO: dict[str, Case] = {
     "short, an empty micro-batch on rank 1, ddp": Case({"strategy": "ddp"}, 2, SHORT, 3),
     "short, an empty micro-batch on rank 1, fsdp": Case({"strategy": "fsdp"}, 2, SHORT, 3),
     "short, zero1": Case({"strategy": "zero1"}, 3, SHORT, 3),
-    "short, tp": Case({"tp": 2}, 6, SHORT, 3),
+    "short, tp": Case({"tp": 2}, 3, SHORT, 3),
     "short, pp": Case({"pp": 2}, 6, SHORT, 3),
-    "short, sqrt, zero2": Case({"strategy": "zero2"}, 6, (*SHORT, *SQRT), 3),
+    "short, sqrt, zero2": Case({"strategy": "zero2"}, 3, (*SHORT, *SQRT), 3),
     "one rank supervises nothing, ddp": Case({"strategy": "ddp"}, 3, mute_second=True),
     "one rank supervises nothing, fsdp": Case({"strategy": "fsdp"}, 3, mute_second=True),
 }  # fmt: skip
 FOUR: dict[str, Case] = {
     "hsdp": Case({"strategy": "hsdp", "dp_replicate": 2}, 3),
     "hsdp, every, sqrt": Case({"strategy": "hsdp", "dp_replicate": 2, "gradient_sync": "every"}, 3, SQRT),
-    "fsdp x tp, every, short": Case({"strategy": "fsdp", "tp": 2, "gradient_sync": "every"}, 6, SHORT, 3),
+    "fsdp x tp, every, short": Case({"strategy": "fsdp", "tp": 2, "gradient_sync": "every"}, 3, SHORT, 3),
     "pp x fsdp, sqrt": Case({"strategy": "fsdp", "pp": 2}, 2, SQRT),
     "cp x pp, sqrt": Case({"strategy": "fsdp", "cp": 2, "pp": 2}, 2, SQRT),
 }

@@ -44,12 +44,15 @@ class StepCase:
 
 
 def make_step_cases(seed: int, num_cases: int) -> list[StepCase]:
-    """Draw cases, one kind after the other; those in which a careless step leaves a rank waiting come last."""
+    """Draw cases, one kind after the other; those in which a careless step leaves a rank waiting come last.
+
+    Never as many micro-batches as ranks: a division by the wrong one of the two would look like the other.
+    """
     rng = random.Random(f"step:{seed}")
     kinds = [("ragged", "clipped", "single", "mute rank", "mute last")[number % 5] for number in range(num_cases)]
     kinds.sort(key=lambda kind: kind.startswith("mute"))
     return [
-        StepCase(kind=kind, num_micro_batches=1 if kind == "single" else rng.randint(2, 4), seed=rng.randrange(10**6))
+        StepCase(kind=kind, num_micro_batches=1 if kind == "single" else rng.randint(3, 4), seed=rng.randrange(10**6))
         for kind in kinds
     ]
 
@@ -208,6 +211,7 @@ def _losses(model: nn.Module, batches: Sequence[Sequence[MicroBatch]], rank: int
         "own_part_times_ranks": sum(sums[rank]) / tokens * num_ranks,
         "mean_of_own": sum(sum(s) / max(1, sum(n)) for s, n in zip(sums, counts, strict=True)) / num_ranks,
         "last": sums[rank][-1] / max(1, counts[rank][-1]),
+        "last_parts": sum(of_rank[-1] for of_rank in sums) / tokens,
         "last_part": sums[rank][-1] / tokens,
         "last_part_times_ranks": sums[rank][-1] / tokens * num_ranks,
         "summed": total,

@@ -74,6 +74,7 @@ LOSSES = {
     "own_part_times_ranks": "the returned loss is this rank's part of it, times {n}: add the parts up over the ranks",
     "mean_of_own": "the returned loss is the mean of the ranks' means: divide the sum of all by the tokens of all",
     "last": "the returned loss is that of the last micro-batch: it must be that of the whole step",
+    "last_parts": "the returned loss holds the last micro-batches only: add up all of them",
     "last_part": "the returned loss is the last micro-batch's part: add up all of them, over micro-batches and ranks",
     "last_part_times_ranks": "the returned loss is the last micro-batch's part: add up all of them, over all ranks",
     "summed": "the returned loss is not divided by the supervised tokens",

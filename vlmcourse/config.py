@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmcourse.batch import describe_batch, effective_batch_size
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_values, did_you_mean
 
 TOWERS = ("vision", "projector", "language")
 PRECISIONS = ("fp32", "bf16")
+LOSS_WEIGHTINGS = ("tokens", "sqrt")
+LAST_GROUPS = ("fill", "short", "drop")
 DATASETS = ("digits", "llava")
 BAD_ROW_POLICIES = ("refuse", "skip")
 HF_WEIGHTS_FILE = "model.safetensors"
@@ -122,6 +125,12 @@ class TrainSection:
     """Samples in one forward pass of one rank."""
     accumulation_steps: int = 1
     """Micro-batches a rank adds up before one optimizer step."""
+    last_group: str = "fill"
+    """What the end of an epoch does where it leaves fewer samples than a step takes: fill (up from the next epoch),
+    short (a step of what is left, with fewer micro-batches), drop (leave them out)."""
+    loss_weighting: str = "tokens"
+    """tokens (all supervised tokens of a step weigh the same) or sqrt (InternVL 2.5's square averaging: those of a
+    sample with n of them weigh 1 / sqrt(n))."""
     precision: str = "fp32"
     """fp32, or bf16 (autocast over fp32 weights)."""
     max_grad_norm: float = 1.0
@@ -141,6 +150,9 @@ class TrainSection:
         found = at_least_one(self, "train", "num_steps", "micro_batch_size", "accumulation_steps", "log_every")
         found += at_least_one(self, "train", "keep_checkpoints")
         found += at_least_zero(self, "train", "max_grad_norm", "eval_every", "checkpoint_every")
+        for name, known in (("last_group", LAST_GROUPS), ("loss_weighting", LOSS_WEIGHTINGS)):
+            if getattr(self, name) not in known:
+                found.append(f"train.{name} = {getattr(self, name)!r}: {did_you_mean(getattr(self, name), known)}")
         if self.precision not in PRECISIONS:
             found.append(f"train.precision = {self.precision!r}: {did_you_mean(self.precision, PRECISIONS)}")
         return found
@@ -242,13 +254,13 @@ def check_batch(config: TrainConfig, dp_degree: int) -> None:
         ConfigError: naming the keys that do not fit together.
     """
     data, train = config.data, config.train
-    batch = train.micro_batch_size * train.accumulation_steps * dp_degree
+    sizes = train.micro_batch_size, train.accumulation_steps, dp_degree
+    batch = effective_batch_size(*sizes)
     if data.dataset == "digits" and data.num_train_samples < batch:
-        product = f"{train.micro_batch_size} x {train.accumulation_steps} x {dp_degree} = {batch}"
         problem = (
-            f"data.num_train_samples = {data.num_train_samples}: one optimizer step takes {product} samples "
-            "(train.micro_batch_size x train.accumulation_steps x data-parallel ranks), and there must be that many; "
-            "raise it, or lower one of these"
+            f"data.num_train_samples = {data.num_train_samples}: one optimizer step takes "
+            f"{describe_batch(*sizes)} samples (train.micro_batch_size x train.accumulation_steps x data-parallel "
+            "ranks), and there must be that many; raise it, or lower one of these"
         )
         raise ConfigError("The training configuration", [problem])
 

@@ -64,6 +64,13 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks, two cells on 4",
         on_gpu="the same cells on NCCL, with times of the links between GPUs",
     ),
+    "ch02_accumulation": Chapter(
+        title="A batch larger than the memory: accumulation",
+        minutes=75,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks",
+        on_gpu="the same cells on NCCL, with PyTorch's own SyncBatchNorm",
+    ),
 }
 
 

@@ -250,8 +250,9 @@ def _print_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
     splits_more = any(axis in summary["layout"] for axis in ("tp", "cp", "pp"))
     layout = f" ({summary['layout']})" if splits_more else ""
     print(
-        f"{summary['strategy']} on {summary['world_size']} rank(s){layout}, {summary['num_steps']} steps in "
-        f"{summary['seconds']:.1f} s: loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, exact match "
+        f"{summary['strategy']} on {summary['world_size']} rank(s){layout}, {summary['num_steps']} steps of "
+        f"{summary['global_batch_size']} samples in {summary['seconds']:.1f} s: "
+        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, exact match "
         f"{100 * summary['exact_match']:.1f} % of {summary['num_questions']} held-out questions, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, at most {summary['peak_bytes'] / 2**20:,.0f} MiB a rank "
         f"({summary['peak_is']})"

@@ -1,11 +1,12 @@
 """Every figure of the course: result objects in, matplotlib figures out, one message each.
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
-By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees),
-`holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers that move), `links`
-(how fast ranks send), `strategies` (side by side).
+By subject: `training` (losses), `accumulation` (batches cut in pieces), `memory` (bytes), `communication` (what ranks
+send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context parallelism), `pipeline`
+(schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side).
 """
 
+from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
 from vlmcourse.plots.holdings import plot_holdings
@@ -24,16 +25,21 @@ __all__ = [
     "plot_collectives",
     "plot_context_traffic",
     "plot_conversations",
+    "plot_cuts",
+    "plot_drift",
     "plot_gathered_weights",
     "plot_holdings",
     "plot_ledgers",
     "plot_links",
     "plot_losses",
     "plot_memory_over_ranks",
+    "plot_norm_errors",
     "plot_overlap",
+    "plot_sample_weights",
     "plot_schedules",
     "plot_state",
     "plot_strategies",
+    "plot_sync",
     "plot_tokens",
     "plot_training",
 ]

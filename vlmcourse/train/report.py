@@ -77,6 +77,8 @@ class TrainResult:
     train_seconds: float
     """The part of `seconds` spent in optimizer steps."""
     num_steps: int
+    global_batch_size: int
+    """Samples of one optimizer step: micro-batch x accumulation x data-parallel degree."""
     num_questions: int
     output_dir: str
     losses: list[float] = field(repr=False)

@@ -35,7 +35,13 @@ class Accumulated:
 
 
 def accumulate_gradients(
-    model: nn.Module, batches: Sequence[Batch], ranks: Ranks, precision: str, layout: Layout | None = None
+    model: nn.Module,
+    batches: Sequence[Batch],
+    ranks: Ranks,
+    precision: str,
+    layout: Layout | None = None,
+    *,
+    grad_scale: float = 1.0,
 ) -> Accumulated:
     """Run forward and backward on every micro-batch; exchange gradients once, with the last.
 
@@ -44,8 +50,9 @@ def accumulate_gradients(
         batches: this rank's micro-batches of one optimizer step, on CPU; every rank has the same number of them. A rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
-        precision: fp32 or bf16.
+        precision: one of `config.PRECISIONS`.
         layout: which ranks share samples; by default each rank has its own.
+        grad_scale: what gradients are multiplied by: the scale of a `LossScaler`. The loss returned is not.
 
     Returns:
         Loss and token counts of the whole step.
@@ -66,7 +73,7 @@ def accumulate_gradients(
         )
     # DDP and FSDP average gradients over the ranks with samples or positions of their own, but this loss is a sum over
     # all of them divided once, by the tokens of the step: x their number turns the average back into a sum.
-    loss_scale = layout.summed_degree / tokens.supervised
+    loss_scale = grad_scale * layout.summed_degree / tokens.supervised
     if isinstance(model, PipelinedModel):
         context = partial(autocast, precision, ranks.device)
         loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)

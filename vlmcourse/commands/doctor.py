@@ -142,7 +142,11 @@ def check_backends() -> list[Finding]:
         properties = torch.cuda.get_device_properties(index)
         value = f"{properties.name}, {properties.total_memory / GIB:.1f} GiB"
         bf16 = torch.cuda.get_device_capability(index) >= (8, 0)
-        fix = "" if bf16 else "no bf16 before the Ampere generation: train.precision = 'fp16' (with a loss scaler) or 'fp32'"
+        fix = (
+            ""
+            if bf16
+            else "no bf16 before the Ampere generation: train.precision = 'fp16' (with a loss scaler) or 'fp32'"
+        )
         findings.append(Finding(f"gpu {index}", "ok" if bf16 else "note", value, fix))
     nccl = torch.distributed.is_nccl_available()
     fix = "" if nccl else "ranks fall back to gloo over CPU: install a CUDA build of torch 2.13.0"

@@ -3,7 +3,7 @@
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
 By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees),
 `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers that move), `links`
-(how fast ranks send), `strategies` (side by side).
+(how fast ranks send), `strategies` (side by side), `precision` (number formats).
 """
 
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
@@ -12,6 +12,14 @@ from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
+from vlmcourse.plots.precision import (
+    plot_exponents,
+    plot_formats,
+    plot_precision_losses,
+    plot_roundings,
+    plot_scale,
+    plot_step_formats,
+)
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
@@ -23,6 +31,8 @@ __all__ = [
     "plot_causal_work",
     "plot_collectives",
     "plot_context_traffic",
+    "plot_exponents",
+    "plot_formats",
     "plot_conversations",
     "plot_gathered_weights",
     "plot_holdings",
@@ -31,8 +41,12 @@ __all__ = [
     "plot_losses",
     "plot_memory_over_ranks",
     "plot_overlap",
+    "plot_precision_losses",
+    "plot_roundings",
+    "plot_scale",
     "plot_schedules",
     "plot_state",
+    "plot_step_formats",
     "plot_strategies",
     "plot_tokens",
     "plot_training",

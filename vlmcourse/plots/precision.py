@@ -93,7 +93,9 @@ def plot_exponents(
             axis.axvline(low - 0.5, color=COLOURS["communication"], lw=0.8, ls=LINE_STYLES[1 + row % 3])
     bands.set_yticks(range(len(formats)), [spec.name for spec in formats])
     bands.invert_yaxis()
-    bands.set_xlabel("exponent e of a number between 2^e and 2^(e+1); left of a band it becomes 0, right of it infinite")
+    bands.set_xlabel(
+        "exponent e of a number between 2^e and 2^(e+1); left of a band it becomes 0, right of it infinite"
+    )
     every = [e for found in filled.values() for e in found.counts]
     bands.set_xlim(min(every) - 4, max(20, max(every) + 4))
     axes[0].set_title(title)
@@ -118,7 +120,9 @@ def plot_scale(scales: Sequence[float], skipped: Sequence[bool]) -> Figure:
     lost = [step for step, was in zip(steps, skipped, strict=True) if was]
     axes.plot(lost, [math.log2(scales[step - 1]) for step in lost], "x", color=COLOURS["communication"], ms=8, mew=2,
               label="overflow: step skipped, scale halved")  # fmt: skip
-    axes.set(xlabel="optimizer step", ylabel="log2 of the loss scale", title=f"{len(lost)} of {len(scales)} steps skipped")
+    axes.set(
+        xlabel="optimizer step", ylabel="log2 of the loss scale", title=f"{len(lost)} of {len(scales)} steps skipped"
+    )
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -174,7 +178,9 @@ def plot_step_formats(calls: Sequence[OpCall], title: str = "Where one training 
     found = [name for name in FORMAT_COLOURS if any(call.output == name for call in calls)]
     height = 0.8 / len(found)
     for lane, name in enumerate(found):
-        marks = [(n, rows[part]) for n, (call, part) in enumerate(zip(calls, parts, strict=True)) if call.output == name]
+        marks = [
+            (n, rows[part]) for n, (call, part) in enumerate(zip(calls, parts, strict=True)) if call.output == name
+        ]
         x, y = np.array(marks).T
         offset = (lane - (len(found) - 1) / 2) * height
         axes.vlines(x, y + offset - height / 2.2, y + offset + height / 2.2, color=FORMAT_COLOURS[name], lw=1.1)
@@ -184,7 +190,9 @@ def plot_step_formats(calls: Sequence[OpCall], title: str = "Where one training 
     axes.set_title(title, pad=16)
     axes.invert_yaxis()
     handles = [Line2D([], [], color=FORMAT_COLOURS[name], lw=3, label=f"writes {name}") for name in found]
-    axes.legend(handles=handles, frameon=False, fontsize=8, ncols=len(found), loc="upper left", bbox_to_anchor=(0, -0.18))
+    axes.legend(
+        handles=handles, frameon=False, fontsize=8, ncols=len(found), loc="upper left", bbox_to_anchor=(0, -0.18)
+    )
     return figure
 
 

@@ -61,7 +61,9 @@ class LowPrecisionAdamW(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.dtype != torch.bfloat16:
-                    raise ValueError(f"a parameter is {p.dtype}: this optimizer is for bfloat16 weights; cast them first")
+                    raise ValueError(
+                        f"a parameter is {p.dtype}: this optimizer is for bfloat16 weights; cast them first"
+                    )
 
     def _number(self) -> dict[Tensor, str]:
         every = [p for group in self.param_groups for p in group["params"]]
@@ -114,6 +116,9 @@ class LowPrecisionAdamW(Optimizer):
             local_part(p).copy_(weight)
             return
         index = global_index(p)
-        for what, tensor, target in (("", weight, p), *zip(ROUNDED, (mean, square), map(state.get, ROUNDED), strict=True)):
+        for what, tensor, target in (
+            ("", weight, p),
+            *zip(ROUNDED, (mean, square), map(state.get, ROUNDED), strict=True),
+        ):
             key = rounding_key(self.seed, step, f"{what} of {name}")
             local_part(target).copy_(stochastic_round(tensor, key, index))  # type: ignore[arg-type]

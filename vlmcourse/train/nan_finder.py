@@ -27,7 +27,7 @@ from vlmcourse.monitor.op_dtypes import SHORT, innermost
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.pipelined import PipelinedModel
-from vlmcourse.train.accumulate import micro_batch_loss_sum
+from vlmcourse.train.accumulate import count_tokens, micro_batch_loss_sum
 from vlmcourse.train.precision import prepare_weights
 
 if TYPE_CHECKING:
@@ -143,17 +143,22 @@ class _Watch(TorchDispatchMode):
                 module = innermost(self._modules)
                 phase = "backward" if in_backward else "forward" if module else "loss"
                 kind = "nan" if bool(torch.isnan(bad).any()) else "inf"
-                self.first = phase, module, name, f"{kind} in {SHORT[bad.dtype]}"
+                largest = max(
+                    (float(t.detach().abs().amax()) for t in _floats((args, kwargs)) if t.numel()), default=0.0
+                )
+                self.first = phase, module, name, f"{kind} in {SHORT[bad.dtype]} from numbers up to {largest:.3g}"
         return out
 
 
 def _first_bad(tree: Any) -> Tensor | None:
     """Return the first floating-point tensor that is not finite."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.dtype in SHORT and leaf.numel() and leaf.itemsize > 1:
-            if not bool(torch.isfinite(leaf).all()):
-                return leaf
-    return None
+    return next((leaf for leaf in _floats(tree) if not bool(torch.isfinite(leaf).all())), None)
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    """Return the tensors of floating-point numbers; those of 8 bits were made from others that count."""
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+    return [leaf for leaf in leaves if leaf.dtype in SHORT and leaf.itemsize > 1]
 
 
 def _look_at_inputs(model: nn.Module, batch: Batch) -> NonFinite | None:
@@ -222,9 +227,10 @@ def find_in_step(trainer: Trainer) -> list[str]:
         prepare_weights(model, config, ranks.device)
         model.load_state_dict(state)
         model.to(ranks.device)
-    said = ""
-    for number, batch in enumerate(trainer.load_step(trainer.step)):
-        found = find_nonfinite(model, batch.to(ranks.device), config.train.precision, loss_scale=trainer.scaler.scale)
+    said, batches = "", trainer.load_step(trainer.step)
+    loss_scale = trainer.scaler.scale / max(1.0, count_tokens(batches, ranks, trainer.place.layout).supervised)
+    for number, batch in enumerate(batches):
+        found = find_nonfinite(model, batch.to(ranks.device), config.train.precision, loss_scale=loss_scale)
         if found is not None:
             said = f"rank {ranks.rank}, step {trainer.step}, micro-batch {number}: {found}"
             break

@@ -98,6 +98,6 @@ def prepare_weights(model: nn.Module, config: TrainConfig, device: torch.device)
         convert_to_fp8(model, device)
 
 
-def build_scaler(precision: str, ranks: Ranks) -> LossScaler:
+def build_scaler(precision: str, ranks: Ranks, num_averaged: int = 1) -> LossScaler:
     """Return the loss scaler of a run: one that works for fp16, and one that leaves everything as it is for others."""
-    return LossScaler(ranks, enabled=precision == "fp16")
+    return LossScaler(ranks, num_averaged=num_averaged, enabled=precision == "fp16")

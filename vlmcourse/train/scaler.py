@@ -33,6 +33,7 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         min_scale: float = 1.0,
+        num_averaged: int = 1,
         enabled: bool = True,
     ) -> None:
         """Set the rule.
@@ -44,6 +45,8 @@ class LossScaler:
             backoff_factor: applied after an overflow; between 0 and 1.
             growth_interval: steps in a row; an overflow begins the count anew.
             min_scale: backing off ends here; 0 is no limit, as in torch.amp.GradScaler.
+            num_averaged: ranks over which gradients are averaged after backward, where the loss was multiplied by
+                their number to make up for it: backward itself then works with the same numbers on any number of ranks.
             enabled: False keeps a scale of 1 and looks at nothing: formats with the exponents of fp32 need no scaler.
 
         Raises:
@@ -59,6 +62,7 @@ class LossScaler:
         self.enabled, self._ranks = enabled, ranks
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.min_scale = growth_interval, min_scale
+        self._num_averaged = num_averaged
         self.scale = initial_scale if enabled else 1.0
         """What the loss of the next step is multiplied by."""
         self.good_steps = 0
@@ -68,9 +72,14 @@ class LossScaler:
         self.overflowed = False
         """Whether the gradients of the present step were not finite on some rank."""
 
+    @property
+    def grad_scale(self) -> float:
+        """What exchanged gradients are larger by: the scale, shared by the ranks that are averaged over."""
+        return self.scale / self._num_averaged if self.enabled else 1.0
+
     @torch.no_grad()
     def unscale(self, gradients: nn.Module | Iterable[Tensor]) -> bool:
-        """Divide this rank's gradients by the scale, in place, and find out whether they can be used.
+        """Divide this rank's gradients by `grad_scale`, in place, and find out whether they can be used.
 
         Call it once a step, after the exchange of gradients and before clipping, which needs their true norm.
 
@@ -89,7 +98,7 @@ class LossScaler:
         # Before the division: a gradient that overflowed stays infinite, whatever it is divided by.
         found = sum(float(not torch.isfinite(part).all()) for part in parts)
         if parts:
-            torch._foreach_mul_(parts, 1.0 / self.scale)
+            torch._foreach_mul_(parts, 1.0 / self.grad_scale)
         # A rank whose own shards are fine must skip too: it would go on with other weights.
         self.overflowed = max_over_ranks([found], self._ranks)[0] > 0
         return not self.overflowed

@@ -117,7 +117,7 @@ class Trainer:
             precision=config.train.precision,
             seed=config.run.seed,
         )
-        self.scaler = build_scaler(config.train.precision, self.ranks)
+        self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
         self.step = 0
         """Optimizer steps done."""
         self.before_update: list[Callable[[Trainer], None]] = []
@@ -174,8 +174,8 @@ class Trainer:
         self.model.train()
         batches = self.load_step(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        scale, layout = self.scaler.scale, self.place.layout
-        done = accumulate_gradients(self.model, batches, self.ranks, config.precision, layout, grad_scale=scale)
+        scale, layout, grad_scale = self.scaler.scale, self.place.layout, self.scaler.grad_scale
+        done = accumulate_gradients(self.model, batches, self.ranks, config.precision, layout, grad_scale=grad_scale)
         is_finite = self.scaler.unscale(self.model)
         grad_norm = clip_gradients(self.model, config.max_grad_norm)
         lr_scale = learning_rate_scale(
@@ -190,7 +190,9 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started_s
         decision = str((self.scheduler and self.scheduler.step_done()) or "")
-        report = StepReport(self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision, scale, not is_finite)
+        report = StepReport(
+            self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision, scale, not is_finite
+        )
         for after in self.after_step:
             after(self, report)
         return report

@@ -58,7 +58,7 @@ def precision_config(strategy: str, precision: str, folder: str = "runs", **trai
 
 
 def even_shape() -> VLMShape:
-    """Return a shape like that of the parity tests with widths that 2 divides, and fewer layers: 16 bits are slow here."""
+    """Return a shape like that of the parity tests with widths that 2 divides, and fewer layers."""
     shape = small_shape()
     vision = replace(shape.vision, num_layers=1, mlp_size=32)
     language = replace(shape.language, num_layers=2, num_heads=2, mlp_size=46)
@@ -196,7 +196,7 @@ RUNS = {
     "pp": ("fp16", "bf16_pure", "fp8"),
     "cp": ("fp16", "bf16_pure"),
 }
-"""What is trained under each strategy, besides the steps that overflow; zero1 and zero2 differ from ddp and fsdp in what
+"""What is trained under each strategy, besides steps that overflow; zero1 and zero2 differ from ddp and fsdp in what
 they store only."""
 
 

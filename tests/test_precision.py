@@ -39,6 +39,11 @@ DTYPES = {
 }
 
 
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_format_has_the_numbers_that_torch_says(name: str) -> None:
     spec, info = FORMATS[name], torch.finfo(DTYPES[name])
@@ -85,12 +90,12 @@ def test_the_scaler_is_torchs_step_by_step() -> None:
         for model, scale in ((ours, scaler.scale), (theirs, reference.get_scale())):
             model.zero_grad()
             ((model(x).square().sum()) * scale).backward()
-            model.weight.grad[0, 0] *= factor
+            gradient_of(model.weight)[0, 0] *= factor
         may_step = scaler.unscale(ours)
         reference.scale(torch.ones(()))  # makes its scale a tensor, as its own users do
         reference.unscale_(optimizers[1])
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(a.grad.nan_to_num(7, 7, 7), b.grad.nan_to_num(7, 7, 7)), step
+            assert torch.equal(*(gradient_of(p).nan_to_num(7, 7, 7) for p in (a, b))), step
         before = theirs.bias.clone()
         if may_step:
             optimizers[0].step()
@@ -231,9 +236,9 @@ def test_an_fp8_layer_multiplies_what_its_casts_leave() -> None:
     x8, w8 = (from_fp8(*to_fp8(t.detach(), torch.float8_e4m3fn)) for t in (x, plain.weight))
     g8 = from_fp8(*to_fp8(given, torch.float8_e5m2))
     assert torch.allclose(y, x8 @ w8.T + plain.bias, atol=1e-6)
-    assert torch.allclose(x.grad, g8 @ w8, atol=1e-6)
-    assert torch.allclose(layer.weight.grad, torch.einsum("bso,bsi->oi", g8, x8), atol=1e-5)
-    assert torch.allclose(layer.bias.grad, given.sum((0, 1)), atol=1e-6)
+    assert torch.allclose(gradient_of(x), g8 @ w8, atol=1e-6)
+    assert torch.allclose(gradient_of(layer.weight), torch.einsum("bso,bsi->oi", g8, x8), atol=1e-5)
+    assert torch.allclose(gradient_of(layer.bias), given.sum((0, 1)), atol=1e-6)
     assert not torch.allclose(y, plain(x), atol=1e-6)
 
 
@@ -371,7 +376,7 @@ def test_the_finder_names_a_backward_that_overflows() -> None:
     assert found is not None and found.phase == "backward" and "inf in fp16" in found.what
     assert find_nonfinite(trainer.model, batch, "fp16", loss_scale=1.0) is None
     with torch.no_grad():
-        trainer.model.language.norm.weight[3] = torch.nan
+        trainer.model.get_parameter("language.norm.weight")[3] = torch.nan
     broken = find_nonfinite(trainer.model, batch, "fp16")
     assert broken is not None and (broken.phase, broken.module) == ("weights", "language.norm.weight")
 

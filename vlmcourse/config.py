@@ -200,7 +200,7 @@ def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
     found = []
     if precision == "fp8" and parallel.tp > 1:
         found.append(
-            f"train.precision = 'fp8' with parallel.tp = {parallel.tp}: a tensor's scale comes from its largest element, "
+            f"train.precision = 'fp8' with tp = {parallel.tp}: a tensor's scale comes from its largest element, "
             "and each rank sees a part of the tensor only; choose bf16, or tp = 1"
         )
     if precision in ("fp8", "bf16_master", "bf16_pure") and parallel.adaptive:

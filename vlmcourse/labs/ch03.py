@@ -117,7 +117,7 @@ def _fresh(seed: int = 0) -> tuple[VLM, Batch]:
 
 
 def eager_attend(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Attention written out: scores in the format of the queries, divided by sqrt(head width) when it may be too late."""
+    """Attention written out: scores in the format of the queries, and only then divided by sqrt(head width)."""
     scores_BHSS = q_BHSE @ k_BHSE.transpose(-1, -2)
     scores_BHSS = scores_BHSS / q_BHSE.shape[-1] ** 0.5
     if is_causal:
@@ -130,7 +130,7 @@ def eager_attend(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Tensor | 
 def plant_attention_overflow(precision: str = "fp16") -> Planted:
     """Large queries and keys in a hand-written attention: their products pass 65504."""
     model, batch = _fresh()
-    attention = model.language.blocks[1].attention
+    attention: Any = model.language.blocks[1].attention
     for projection in (attention.q_proj, attention.k_proj):
         projection.weight.mul_(400)
     attention.attend = eager_attend
@@ -141,7 +141,7 @@ def plant_attention_overflow(precision: str = "fp16") -> Planted:
 def plant_log_of_zero(precision: str = "fp16") -> Planted:
     """A loss of log(p + 1e-8) in 16 bits: 1e-8 is 0 there, and a sure model gives the wrong token p = 0."""
     model, batch = _fresh()
-    model.language.lm_head.weight.mul_(30)
+    model.get_parameter("language.lm_head.weight").mul_(30)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         dtype = {"fp16": torch.float16, "fp32": torch.float32}[precision]

@@ -49,7 +49,7 @@ class Exponents:
             Fractions of "zero", "subnormal", "normal" and "overflow". Exact but for two edges that exponents do not
             show: a number just below a power of two that rounds up to it, and exactly half of the smallest one.
         """
-        fates = dict.fromkeys(("zero", "subnormal", "normal", "overflow"), 0.0)
+        fates: dict[str, float] = {"zero": 0.0, "subnormal": 0.0, "normal": 0.0, "overflow": 0.0}
         for exponent, number in self.counts.items():
             # The middle of the exponent's numbers decides, except that rounding up saves all above half the smallest.
             fates[format.fate(1.25 * 2.0**exponent)] += number

@@ -35,7 +35,7 @@ class OpCall:
     """One operation."""
 
     phase: str
-    """forward (inside a module), loss (outside of all modules), backward, or update (whatever needs no gradient:
+    """forward (inside a module), loss (outside of all modules), backward, or update (what needs no gradient:
     unscaling, clipping, the optimizer)."""
     module: str
     """Path of the innermost module, such as "language.blocks.0.mlp"; empty outside of all."""
@@ -50,7 +50,7 @@ class OpCall:
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes down every operation on floating-point tensors while it is entered; autocast's casts are operations too."""
+    """Writes down every operation on floating-point tensors while it is entered; autocast's casts are such too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,6 +141,10 @@ def measure_autocast_policy(dtype: torch.dtype, device: torch.device | str = "cp
     return rows
 
 
+def _attend_itself(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
 def _operations() -> Iterator[tuple[str, Callable[[torch.dtype, torch.device | str], Tensor]]]:
     """Yield operations of the course's models by name, each called with a format and a device."""
 
@@ -164,7 +168,7 @@ def _operations() -> Iterator[tuple[str, Callable[[torch.dtype, torch.device | s
     for name in ("linear", "matmul"):
         yield name, lambda dtype, device, f=two[name]: f(matrix(dtype, device), matrix(dtype, device))
     yield "conv2d", lambda dtype, device: F.conv2d(tile(dtype, device), ones(2, 3, 2, 2)(dtype, device))
-    yield "attention", lambda dtype, device: F.scaled_dot_product_attention(*[heads(dtype, device)] * 3)
+    yield "attention", lambda dtype, device: _attend_itself(heads(dtype, device))
     yield "add", lambda dtype, device: two["add"](matrix(dtype, device), matrix(dtype, device))
     for name, run in one.items():
         yield name, lambda dtype, device, f=run: f(matrix(dtype, device))

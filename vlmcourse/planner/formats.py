@@ -1,9 +1,10 @@
 """Floating-point formats as arithmetic: what a number of exponent and mantissa bits can hold, and what survives in it.
 
-Enters: two numbers of bits. Leaves: a `FloatFormat` that derives its largest number, its smallest ones, its step and its
-digits, and rounds any number as hardware does. No torch; `torch.finfo` must agree, and a test says so. Chapter 3.
+Enters: two numbers of bits. Leaves: a `FloatFormat` that derives its largest number, its smallest ones, its step and
+its digits, and rounds any number as hardware does. No torch; `torch.finfo` must agree, and a test says so. Chapter 3.
 
-Source: IEEE 754-2019, section 3.3; Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), table 1.
+Source: IEEE 754-2019, section 3.3; Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433),
+table 1.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Precision:
     master_bytes: int
     """Of the extra fp32 copy that the optimizer updates; 0 where the weights are fp32 themselves."""
     compute_dtype: str
-    """fp32, bf16, fp16 or fp8: what matrix products are in; stored activations too, except that those of fp8 are bf16."""
+    """fp32, bf16, fp16 or fp8: what matrix products are in; stored activations too, save that those of fp8 are bf16."""
     moment_bytes: int = 8
     """Of Adam's two moments, where the optimizer's name does not say it."""
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -25,7 +26,6 @@ FORMAT_COLOURS = {
     "fp16": "#D55E00",
     "e4m3": "#009E73",
     "e5m2": "#CC79A7",
-    "fp64": "#BBBBBB",
 }
 """One color a format, as in Okabe and Ito's palette; each has a place or a line style of its own too."""
 LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
@@ -40,7 +40,7 @@ def plot_formats(formats: Sequence[FloatFormat]) -> Figure:
     """
     if not formats:
         raise ValueError("there is no format to draw: give at least one")
-    figure, axes = new_figure(0.5 * len(formats) + 1.1)
+    figure, axes = new_figure(0.42 * len(formats) + 1.4)
     for row, spec in enumerate(formats):
         low, normal = math.log2(spec.smallest_subnormal), math.log2(spec.smallest_normal)
         high = math.log2(spec.max)
@@ -50,13 +50,12 @@ def plot_formats(formats: Sequence[FloatFormat]) -> Figure:
         axes.text(0 if low < -60 else 20, row, text, color="white" if low < -60 else "black", va="center", fontsize=8)
     axes.set_yticks(range(len(formats)), [spec.name for spec in formats])
     axes.invert_yaxis()
-    axes.axvline(0, color="white", lw=0.8, ls=":")
     axes.set(xlabel="size of a number, as a power of two", title="Exponent bits buy range, mantissa bits buy digits")
     handles = [
         Patch(facecolor=COLOURS["weights"], label="normal numbers: all digits"),
         Patch(facecolor="white", edgecolor=COLOURS["weights"], hatch="////", label="subnormal: fewer and fewer"),
     ]
-    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower right", ncols=1)
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
     return figure
 
 
@@ -89,16 +88,17 @@ def plot_exponents(
         low, normal = math.log2(spec.smallest_subnormal), math.log2(spec.smallest_normal)
         bands.barh(row, normal - low, left=low, color="white", edgecolor=COLOURS["weights"], hatch="////", height=0.6)
         bands.barh(row, spec.max_exponent + 1 - normal, left=normal, color=COLOURS["weights"], height=0.6)
-        for axis in axes[:-1]:
-            axis.axvline(low - 0.5, color=COLOURS["communication"], lw=0.8, ls=LINE_STYLES[1 + row % 3])
+        if low > min(e for found in filled.values() for e in found.counts) - 4:
+            for axis in axes[:-1]:
+                axis.axvline(low - 0.5, color=COLOURS["communication"], lw=0.9, ls="--")
+            axes[0].text(low - 0.5, 1.03, f"\u2190 0 in {spec.name}", ha="right", va="bottom", fontsize=7,
+                         transform=axes[0].get_xaxis_transform())  # fmt: skip
     bands.set_yticks(range(len(formats)), [spec.name for spec in formats])
     bands.invert_yaxis()
-    bands.set_xlabel(
-        "exponent e of a number between 2^e and 2^(e+1); left of a band it becomes 0, right of it infinite"
-    )
+    bands.set_xlabel("exponent e: numbers from 2^e up to 2^(e+1)")
     every = [e for found in filled.values() for e in found.counts]
     bands.set_xlim(min(every) - 4, max(20, max(every) + 4))
-    axes[0].set_title(title)
+    axes[0].set_title(title, pad=16)
     return figure
 
 
@@ -172,6 +172,7 @@ def plot_step_formats(calls: Sequence[OpCall], title: str = "Where one training 
     """
     if not calls:
         raise ValueError("no operation was recorded: run a step inside `with OpRecorder()`")
+    calls = [call for call in calls if call.output != "fp64"]  # counts of tokens, and sums over ranks
     parts = [_part_of(call) for call in calls]
     rows = {part: row for row, part in enumerate(sorted(dict.fromkeys(parts), key=_ROWS.index))}
     figure, axes = new_figure(0.42 * len(rows) + 1.3)
@@ -184,19 +185,19 @@ def plot_step_formats(calls: Sequence[OpCall], title: str = "Where one training 
         x, y = np.array(marks).T
         offset = (lane - (len(found) - 1) / 2) * height
         axes.vlines(x, y + offset - height / 2.2, y + offset + height / 2.2, color=FORMAT_COLOURS[name], lw=1.1)
-    _mark_phases(axes, calls, len(rows))
+    _mark_phases(axes, calls)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set(xlabel="operation of the step, in the order in which they ran", xlim=(-5, len(calls) + 5))
-    axes.set_title(title, pad=16)
+    axes.set_title(title, pad=20)
     axes.invert_yaxis()
     handles = [Line2D([], [], color=FORMAT_COLOURS[name], lw=3, label=f"writes {name}") for name in found]
     axes.legend(
-        handles=handles, frameon=False, fontsize=8, ncols=len(found), loc="upper left", bbox_to_anchor=(0, -0.18)
+        handles=handles, frameon=False, fontsize=8, ncols=len(found), loc="upper left", bbox_to_anchor=(0, -0.2)
     )
     return figure
 
 
-_ROWS = ["vision", "projector", "language", "logits", "loss", "weights' gradients", "update"]
+_ROWS = ["vision", "projector", "language", "logits", "inputs and loss", "update"]
 
 
 def _part_of(call: OpCall) -> str:
@@ -206,20 +207,18 @@ def _part_of(call: OpCall) -> str:
     tower = call.module.partition(".")[0]
     if "lm_head" in call.module:
         return "logits"
-    if tower in _ROWS:
-        return tower
-    return "loss" if call.phase in ("loss", "forward") else "weights' gradients"
+    return tower if tower in _ROWS else "inputs and loss"
 
 
-def _mark_phases(axes: object, calls: Sequence[OpCall], num_rows: int) -> None:
-    """Write above the marks where forward, backward and update begin."""
+def _mark_phases(axes: Axes, calls: Sequence[OpCall]) -> None:
+    """Write above the marks where forward, backward and update begin; what comes after all backwards is the update."""
+    last = max((number for number, call in enumerate(calls) if call.phase == "backward"), default=-1)
     before = ""
     for number, call in enumerate(calls):
-        phase = "forward" if call.phase in ("forward", "loss") else call.phase
+        phase = "backward" if call.phase == "backward" else "forward" if number < last else "update"
         if phase != before:
-            if before:
-                axes.axvline(number - 0.5, color=COLOURS["idle"], lw=1)  # type: ignore[attr-defined]
-            axes.text(number, -0.62, f" {phase}", fontsize=8, va="bottom")  # type: ignore[attr-defined]
+            axes.axvline(number - 0.5, color=COLOURS["idle"], lw=1)
+            axes.text(number, 1.02, phase, fontsize=9, va="bottom", transform=axes.get_xaxis_transform())
             before = phase
 
 

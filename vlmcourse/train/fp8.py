@@ -1,10 +1,10 @@
 """Matrix products of numbers of 8 bits: e4m3 for weights and activations, e5m2 for gradients, a scale for each tensor.
 
 Enters: a plain model. Leaves: the same model, the linear layers of its blocks and its projector computing with fp8
-operands. Weights, their gradients and the optimizer stay fp32; all else runs under bf16 autocast. Here the casts are real
-and the product is made in fp32 of what survived them, which costs time instead of saving it: a model of fp8's numerics for
-CPU and older GPUs. Where a GPU has fp8 and torchao is installed, torchao's layers with real fp8 products take their place.
-Chapter 3.
+operands. Weights, their gradients and the optimizer stay fp32; all else runs under bf16 autocast. Here the casts are
+real and the product is made in fp32 of what survived them, which costs time instead of saving it: a model of fp8's
+numerics for CPU and older GPUs. Where a GPU has fp8 and torchao is installed, torchao's layers with real fp8 products
+take their place. Chapter 3.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), sections 3 and 4.1.
 """

@@ -1,4 +1,4 @@
-"""Find where a loss or a gradient stopped being a number: the first module and operation, and the samples that cause it.
+"""Find where a loss or a gradient stopped being a number: the first module and operation, and the samples behind it.
 
 Enters: a model and the micro-batch of a step that failed. Leaves: a `NonFinite`, or None where all is well. It looks in
 the order in which numbers flow: what goes in, weights, every operation of forward, loss and backward. Then each sample

@@ -1,9 +1,9 @@
 """Rounding to bf16 at random, right on average: small updates that rounding to nearest would lose add up.
 
-Enters: fp32 numbers and a key. Leaves: bf16 numbers. Each is one of its two neighbors, the nearer one more often, so that
-the mean over many roundings is the number itself. The random bits are a function of key and place in the whole tensor
-alone: copies of a weight on several ranks round alike, a shard rounds as that part of the whole would, and a resumed
-run as one that was never stopped. Chapter 3.
+Enters: fp32 numbers and a key. Leaves: bf16 numbers. Each is one of its two neighbors, the nearer one more often, so
+that the mean over many roundings is the number itself. The random bits are a function of key and place in the whole
+tensor alone: copies of a weight on several ranks round alike, a shard rounds as that part of the whole would, and a
+resumed run as one that was never stopped. Chapter 3.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision" (arXiv:1502.02551), section 3; Steele, Lea
 and Flood 2014, "Fast Splittable Pseudorandom Number Generators", the mixing function of SplitMix64.
@@ -37,8 +37,8 @@ def stochastic_round(x: Tensor, key: int, index: Tensor | None = None) -> Tensor
     if index is None:
         index = torch.arange(x.numel(), device=x.device).view(x.shape)
     # bf16 is the upper half of fp32. Adding a number below 2^16 to the lower half carries into the upper one with a
-    # probability of lower half / 2^16; cutting the lower half off then rounds up or down. The sign has a bit of its own,
-    # so this is "away from zero" or "toward zero" for both signs.
+    # probability of lower half / 2^16; cutting the lower half off then rounds up or down. The sign has a bit of its
+    # own, so this is "away from zero" or "toward zero" for both signs.
     bits = x.contiguous().view(torch.int32)
     carried = (bits + random_16_bits(index, key)) & ~_MASK
     rounded = carried.view(torch.float32)

@@ -4,8 +4,8 @@ Enters: gradients of a loss that was multiplied by `scale`. Leaves: the gradient
 may be made. After an overflow the step is skipped and the scale halved; after `growth_interval` good steps in a row it
 is doubled. All ranks decide alike, whatever part of the gradient each holds. Chapter 3.
 
-Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.2; torch.amp.GradScaler, which
-has no minimum.
+Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.2; torch.amp.GradScaler,
+which has no minimum.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Enters: a seed. Leaves: cases with the right answers. The rules are those of the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -158,10 +159,13 @@ def make_choices(group: str, seed: int, num_cases: int) -> list[Choice]:
     while len(found) < num_cases:
         case = _draw_choice(group, draw)
         answer = case.answer()
-        kind = (
-            "impossible" if answer is None else "wide" if answer[0] == "bf16" else "scaled" if answer[1] else "as it is"
-        )
-        if kind == group and (answer is None or answer[0] in ("bf16", "fp16")):
+        if answer is None:
+            kind = "impossible"
+        else:
+            kind = {"bf16": "wide", "fp16": "scaled" if answer[1] else "as it is"}.get(answer[0], "")
+        # In every other wide case it is the headroom alone that rules fp16 out.
+        decides = dataclasses.replace(case, headroom=0).answer() != answer
+        if kind == group and (group != "wide" or decides == bool(len(found) % 2)):
             found.append(case)
     return found
 

@@ -49,7 +49,7 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
             lambda f: spec(f.exponent_bits, f.mantissa_bits).max,
         ),
         (
-            "without infinities one pattern is still kept, all ones, which is NaN: the largest number is one step below it",
+            "without infinities one pattern is still kept, all ones, for NaN: the largest number is one step below it",
             lambda f: (2 - f.epsilon) * 2.0**f.max_exponent,
         ),
         (
@@ -144,8 +144,8 @@ FATE_MISTAKES: Sequence[Mistake] = (
         lambda c: _fates(c, _no_subnormals),
     ),
     (
-        "numbers are rounded to the nearest, not cut off: more than half of the smallest number becomes that number, and "
-        "less than half a step above max becomes max",
+        "numbers are rounded to the nearest, not cut off: more than half of the smallest number becomes that number, "
+        "and less than half a step above max becomes max",
         lambda c: _fates(c, lambda f, x: _cut_off(f, x)),
     ),
     (
@@ -157,7 +157,7 @@ FATE_MISTAKES: Sequence[Mistake] = (
         lambda c: _fates(c, lambda f, x: "overflow" if abs(x) > f.max else f.fate(x)),
     ),
     (
-        "a tie goes to the even neighbor: half of the smallest number becomes 0, half a step above max becomes infinite",
+        "a tie goes to the even neighbor: half of the smallest number becomes 0, half a step above max is infinite",
         lambda c: _fates(c, _ties_kept),
     ),
     (
@@ -250,14 +250,17 @@ CHOICE_MISTAKES: Sequence[Mistake] = (
      lambda c: choose(c, normal=True)),
     ("you took the largest scale that fits: the task asks for the smallest that loses little enough",
      lambda c: choose(c, largest=True)),
-    ("you used no scale: one power of two multiplies all gradients, and more small ones stay", lambda c: choose(c, powers=False)),
-    ("you allowed no loss at all: max_lost of each tower's gradients may become zero", lambda c: choose(c, max_lost=0.0)),
+    ("you used no scale: one power of two multiplies all gradients, and more small ones stay",
+     lambda c: choose(c, powers=False)),
+    ("you allowed no loss at all: max_lost of each tower's gradients may become zero",
+     lambda c: choose(c, max_lost=0.0)),
     ("formats come in no order: take the one with the most mantissa bits of those that work",
      lambda c: choose(c, order=_keeping_order)),
     ("you preferred range: of the formats that work, the one with the most mantissa bits keeps the most digits",
      lambda c: choose(c, order=lambda form: -form[1])),
     ("you looked at the vision tower only: the loss has one scale for all towers", lambda c: choose(c, only="vision")),
-    ("you looked at the language tower only: the loss has one scale for all towers", lambda c: choose(c, only="language")),
+    ("you looked at the language tower only: the loss has one scale for all towers",
+     lambda c: choose(c, only="language")),
     ("the largest exponent of a format is 2^(e-1) - 1, the bias: the one above is kept for infinities",
      lambda c: choose(c, off=1)),
     ("you gave up too early: try the formats with fewer digits before you return None", lambda c: None),

@@ -23,7 +23,7 @@ from vlmcourse.presets import MODELS
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_values, did_you_mean
 
 TOWERS = ("vision", "projector", "language")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16_master", "bf16_pure", "fp8")
 LOSS_WEIGHTINGS = ("tokens", "sqrt")
 LAST_GROUPS = ("fill", "short", "drop")
 DATASETS = ("digits", "llava")
@@ -132,7 +132,8 @@ class TrainSection:
     """tokens (all supervised tokens of a step weigh the same) or sqrt (InternVL 2.5's square averaging: those of a
     sample with n of them weigh 1 / sqrt(n))."""
     precision: str = "fp32"
-    """fp32, or bf16 (autocast over fp32 weights)."""
+    """fp32; bf16 or fp16 (autocast over fp32 weights, fp16 with a loss scaler); bf16_master or bf16_pure (bf16 weights,
+    with fp32 copies in the optimizer or rounded at random); fp8 (8-bit operands of matrix products)."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     log_every: int = 10
@@ -201,8 +202,32 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
+        found += precision_problems(self.train.precision, self.parallel)
         if found:
             raise ConfigError("The training configuration", found)
+
+
+def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
+    """Return which options of the ranks a precision does not go with, one sentence each."""
+    found = []
+    if precision == "fp8" and parallel.tp > 1:
+        found.append(
+            f"train.precision = 'fp8' with tp = {parallel.tp}: a tensor's scale comes from its largest element, "
+            "and each rank sees a part of the tensor only; choose bf16, or tp = 1"
+        )
+    if precision in ("fp8", "bf16_master", "bf16_pure") and parallel.adaptive:
+        found.append(
+            f"train.precision = {precision!r} with parallel.adaptive = true: layers that move between ranks are built "
+            "anew with plain weights and layers; choose bf16, or leave adaptive out"
+        )
+    if precision in ("bf16_master", "bf16_pure") and parallel.compression != "none":
+        found.append(
+            f"train.precision = {precision!r} with parallel.compression = {parallel.compression!r}: gradients are bf16 "
+            "already; leave compression out"
+        )
+    if precision == "fp8" and parallel.strategy == "auto":
+        found.append("train.precision = 'fp8' with parallel.strategy = 'auto': it may choose tp; name a strategy")
+    return found
 
 
 def check_files(config: TrainConfig) -> None:

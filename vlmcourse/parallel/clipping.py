@@ -80,7 +80,8 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     level = torch_logger.level
     torch_logger.setLevel(logging.ERROR)
     try:
-        norm = torch.nn.utils.get_total_norm(gradients)
+        # bf16 gradients: their squares would be added up with 8 significant bits.
+        norm = torch.nn.utils.get_total_norm([g if g.dtype == torch.float32 else g.float() for g in gradients])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     finally:
         torch_logger.setLevel(level)

@@ -44,6 +44,8 @@ class Accumulation:
     """What tokens weigh in the loss: tokens or sqrt, see `TokenLoss`."""
     every: bool = False
     """Whether ranks that hold shards exchange gradients with every micro-batch, see `gradient_sync`."""
+    grad_scale: float = 1.0
+    """What gradients are multiplied by, but not the loss that is returned: the scale of a `LossScaler`."""
     check_silence: bool = False
     """Whether to count the collectives of the first of several micro-batches, and refuse an exchange of gradients."""
 
@@ -63,7 +65,7 @@ def accumulate_gradients(
         batches: this rank's micro-batches of one optimizer step, on CPU; every rank has the same number of them. A rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
-        precision: fp32 or bf16.
+        precision: one of `config.PRECISIONS`.
         layout: which ranks share samples; by default each rank has its own.
         how: what else a step may do; by default all tokens weigh the same. A pipeline's loss, made when it was built,
             must have the same weighting.
@@ -88,7 +90,7 @@ def accumulate_gradients(
     weights = tokens.supervised if how.weighting == "tokens" else sum_weights(batches, ranks, layout, how.weighting)
     # DDP and FSDP average gradients over the ranks with samples or positions of their own, but this loss is a sum over
     # all of them divided once, by the tokens of the step: x their number turns the average back into a sum.
-    loss_scale = layout.summed_degree / weights
+    loss_scale = how.grad_scale * layout.summed_degree / weights
     if isinstance(model, PipelinedModel):
         _check_pipeline_loss(model, how)
         context = partial(autocast, precision, ranks.device)

@@ -32,6 +32,7 @@ from vlmcourse.parallel.data import local_optimizer
 from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
+from vlmcourse.train.low_precision import LowPrecisionAdamW
 from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,9 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     for group in own.param_groups:
         for parameter in group["params"]:
             state = own.state[parameter]
-            if not state:
+            if not state and isinstance(own, LowPrecisionAdamW):
+                own.init_state(parameter)
+            elif not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)

@@ -51,6 +51,10 @@ class StepReport:
     seconds: float
     decision: str = ""
     """Of `parallel.adaptive`, in a step that made one: which layers moved where, or why none did."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied by before backward; 1 without a loss scaler."""
+    skipped: bool = False
+    """Whether a gradient overflowed, so that no weight was changed."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from vlmcourse.train.optimizer import (
     learning_rate_scale,
     set_learning_rates,
 )
-from vlmcourse.train.precision import forbid_tf32
+from vlmcourse.train.precision import build_scaler, forbid_tf32, prepare_weights
 from vlmcourse.train.report import RunReport, StepReport, TrainResult
 from vlmcourse.train.seed import seed_step
 
@@ -110,9 +110,17 @@ class Trainer:
         )
         self.sampler = build_sampler(config, self.parallel, len(self.train_data), self.global_batch_size)
         freeze_towers(plain, config.model.freeze)
+        prepare_weights(plain, config, self.ranks.device)
         loss_sum = TokenLoss(config.train.loss_weighting)
         self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum)
-        self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=self.parallel.strategy == "zero1")
+        self.optimizer = build_optimizer(
+            self.model,
+            config.optimizer,
+            shards_state=self.parallel.strategy == "zero1",
+            precision=config.train.precision,
+            seed=config.run.seed,
+        )
+        self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
         self.step = 0
         """Optimizer steps done."""
         self.before_update: list[Callable[[Trainer], None]] = []
@@ -172,22 +180,32 @@ class Trainer:
         self.model.train()
         batches = self.load_step(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        every = self.parallel.gradient_sync == "every"
-        how = Accumulation(weighting=config.loss_weighting, every=every, check_silence=not self._is_checked)
+        scale = self.scaler.scale
+        how = Accumulation(
+            weighting=config.loss_weighting,
+            every=self.parallel.gradient_sync == "every",
+            grad_scale=self.scaler.grad_scale,
+            check_silence=not self._is_checked,
+        )
         done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout, how)
         self._is_checked = self._is_checked or len(batches) > 1
+        is_finite = self.scaler.unscale(self.model)
         grad_norm = clip_gradients(self.model, config.max_grad_norm)
-        scale = learning_rate_scale(
+        lr_scale = learning_rate_scale(
             self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
         )
-        learning_rates = set_learning_rates(self.optimizer, scale)
+        learning_rates = set_learning_rates(self.optimizer, lr_scale)
         for hook in self.before_update:
             hook(self)
-        self.optimizer.step()
+        if is_finite:
+            self.optimizer.step()
+        self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
         decision = str((self.scheduler and self.scheduler.step_done()) or "")
-        report = StepReport(self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision)
+        report = StepReport(
+            self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision, scale, not is_finite
+        )
         for after in self.after_step:
             after(self, report)
         return report
@@ -295,6 +313,7 @@ class Trainer:
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,
             "vlmcourse": vlmcourse.__version__,
+            "scaler": self.scaler.state_dict(),
             "layers_per_stage": self.model.pipeline.split.layers_per_stage
             if isinstance(self.model, PipelinedModel)
             else (),
@@ -323,6 +342,7 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.start_from(meta.get("layers_per_stage", ()))
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
+        self.scaler.load_state_dict(meta.get("scaler", {}))
         self._continues = checkpoint.resolve().is_relative_to(run_folder(self.config).resolve())
         self.step = int(meta["step"])
         return self.step

@@ -35,6 +35,7 @@ from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients
+from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
 from vlmcourse.train.folder import check_steps_left, find_checkpoint, read_meta, run_folder
@@ -98,6 +99,7 @@ class Trainer:
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)
+        activations = plan_activations(config, self.parallel, self.shape)
         forbid_tf32()
         plain = plain if plain is not None else self._build_model()
         self.tokenizer = load_tokenizer(config.data.tokenizer)
@@ -108,7 +110,7 @@ class Trainer:
         self.global_batch_size = per_rank * self.place.layout.dp_degree
         self.sampler = GlobalBatchSampler(len(self.train_data), self.global_batch_size, config.run.seed)
         freeze_towers(plain, config.model.freeze)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, token_loss_sum)
+        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, token_loss_sum, activations)
         self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=self.parallel.strategy == "zero1")
         self.step = 0
         """Optimizer steps done."""

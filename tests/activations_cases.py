@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import VLMShape
+from vlmcourse.train.trainer import Trainer
 
 FULL = {"vision": "full", "language": "full"}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -54,8 +56,9 @@ POLICIES["language full"] = {"language": "full"}
 def deep_shape() -> VLMShape:
     """Return the parity shape with enough blocks for segments of two."""
     shape = small_shape()
-    vision = dataclasses.replace(shape.vision, num_layers=4)
-    return dataclasses.replace(shape, vision=vision, language=dataclasses.replace(shape.language, num_layers=4))
+    vision = dataclasses.replace(shape.vision, num_layers=4, mlp_size=32)
+    language = dataclasses.replace(shape.language, num_layers=4, mlp_size=48)
+    return dataclasses.replace(shape, vision=vision, language=language)
 
 
 def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
@@ -84,17 +87,15 @@ def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
         show_progress=False,
     )
     gradients: list[dict[str, torch.Tensor]] = []
-    trainer.before_update.append(lambda t: gradients.append(gather_plain_state(t.model, t.shape, gradients=True)))
+    calls: dict[str, int] = {}
     with ActivationMeter() as meter, CollectiveCounter() as counter:
+
+        def keep(trainer: Trainer) -> None:
+            calls.update(Counter(call.kind for call in counter.calls))
+            gradients.append(gather_plain_state(trainer.model, trainer.shape, gradients=True))
+
+        trainer.before_update.append(keep)
         losses = [trainer.train_step().loss]
     if policy == "full" and strategy in ("fsdp", "adaptive"):  # a second step: moved and gathered blocks are covered too
         losses.append(trainer.train_step().loss)
-    calls: dict[str, int] = {}
-    for call in counter.calls:
-        calls[call.kind] = calls.get(call.kind, 0) + 1
-    return {
-        "losses": losses,
-        "gradients": gradients,
-        "calls": calls,
-        "peak_bytes": meter.peak_bytes,
-    }
+    return {"losses": losses, "gradients": gradients, "calls": calls, "peak_bytes": meter.peak_bytes}

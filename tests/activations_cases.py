@@ -44,7 +44,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
     "cp": ({"strategy": "ddp", "cp": 2}, {}, ("none", "full", "sqrt", "selective")),
     "1f1b": ({"pp": 2}, {}, ("none", "full", "every:2", "sqrt, offload")),
     "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, {}, ("none", "full")),
-    "zbv": ({"pp": 2, "pp_schedule": "zbv"}, {}, ("none", "offload")),
+    "zbv": ({"pp": 2, "pp_schedule": "zbv"}, {}, ("none", "full", "sqrt", "offload")),
     "adaptive": ({"pp": 2, "adaptive": True}, {}, ("none", "full")),
     "single, language frozen": ({"strategy": "single"}, {"model.freeze": ["language"]}, ("none", "full", "offload")),
     "single, bf16": ({"strategy": "single"}, {"train.precision": "bf16"}, ("none", "full", "sqrt", "selective")),
@@ -91,7 +91,8 @@ def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
     with ActivationMeter() as meter, CollectiveCounter() as counter:
 
         def keep(trainer: Trainer) -> None:
-            calls.update(Counter(call.kind for call in counter.calls))
+            if not gradients:
+                calls.update(Counter(call.kind for call in counter.calls))
             gradients.append(gather_plain_state(trainer.model, trainer.shape, gradients=True))
 
         trainer.before_update.append(keep)

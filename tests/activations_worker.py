@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys, time
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,10 @@ def main(folder: Path, only: str = "") -> None:
         if strategy.startswith("single") or only not in strategy:
             continue
         for policy in policies:
-            started=time.time()
             try:
                 found[f"{strategy} | {policy}"] = run_case(strategy, policy, ranks)
             except (ValueError, RuntimeError, AssertionError):
                 found[f"{strategy} | {policy}"] = traceback.format_exc()
-                print(strategy, policy, traceback.format_exc()[-600:], flush=True)
-            if ranks.is_main: print(strategy, policy, round(time.time()-started,2), flush=True)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

@@ -91,11 +91,12 @@ class ActivationsConfig:
                 "frozen vision tower is trained, so it keeps no activations and there is nothing to recompute; leave "
                 "it out"
             )
-        if towers and parallel.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
+        selective = [tower for tower in towers if getattr(self, tower) == "selective"]
+        if selective and parallel.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
             found.append(
-                f"activations.{towers[0]} = {getattr(self, towers[0])!r} with parallel.pp_schedule = "
-                f"{parallel.pp_schedule!r}: it runs backward in two parts, each of which would need what was recomputed, "
-                "and a recomputed tensor is handed out once; choose '1f1b', 'gpipe' or 'interleaved'"
+                f"activations.{selective[0]} = 'selective' with parallel.pp_schedule = {parallel.pp_schedule!r}: it runs "
+                "backward in two parts, and what a selective segment keeps is handed out once; choose 'full', or "
+                "'1f1b', 'gpipe' or 'interleaved'"
             )
         if parallel.adaptive and "sqrt" in (self.vision, self.language):
             found.append(

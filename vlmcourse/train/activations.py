@@ -6,8 +6,8 @@ backward. The order of `apply_strategy` holds: tensor and context parallelism, t
 that a recomputed block is gathered once for recomputation and backward together. Chapter 4.
 
 A tower's loop over its blocks stays as it is. A segment of one block replaces that block's `forward`, inside the hooks
-that wrappers put around it. A segment of several takes their places in the loop; under FSDP its blocks are gathered
-once more, since recomputation ends before their own backward begins.
+that wrappers put around it. A segment of several takes their places in the loop and calls them with their hooks, also
+when it runs again; tests count that FSDP gathers no weights more often for either.
 
 Recomputation repeats what a block's forward sends under tensor and context parallelism, on all ranks alike.
 Source: torch.utils.checkpoint documentation; torchtitan's order of tensor parallelism, checkpointing and FSDP.

@@ -233,16 +233,15 @@ class StepLedger:
     def _pack(self, tensor: Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
         entry = None if isinstance(base, nn.Parameter) else self._book.find(tensor)
-        if entry is None or entry.owner[0] in ("weights", "gathered"):
+        if entry is None or entry.owner[0] in ("weights", "gathered", "other"):
             return tensor
         if entry.owner[0] != "activations":
-            entry.owner_before = entry.owner
             self._book.pass_on(entry, ("activations", self._layers[-1] if self._layers else ""))
         return _Kept(self._book, tensor, entry)
 
 
 class _Kept:
-    """A tensor that autograd keeps; when the last keeper lets go, its storage is whose it was before."""
+    """A tensor that autograd keeps; when the last keeper lets go, its storage is temporary again."""
 
     def __init__(self, book: StorageBook, tensor: Tensor, entry: Entry) -> None:
         self.tensor, self._book, self._entry = tensor, book, entry
@@ -251,7 +250,7 @@ class _Kept:
     def __del__(self) -> None:
         self._entry.num_keepers -= 1
         if not self._entry.num_keepers and self._entry.storage() is not None:
-            self._book.pass_on(self._entry, self._entry.owner_before)
+            self._book.pass_on(self._entry, TEMPORARY)
 
 
 def _unpack(kept: Any) -> Tensor:

@@ -40,8 +40,6 @@ class Entry:
     size_bytes: int
     owner: Owner
     storage: weakref.ref[torch.UntypedStorage]
-    owner_before: Owner = TEMPORARY
-    """Whose it was before autograd kept it."""
     num_keepers: int = 0
     """Operations for whose backward autograd keeps it."""
 

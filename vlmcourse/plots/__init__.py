@@ -3,9 +3,16 @@
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
 By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees),
 `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers that move), `links`
-(how fast ranks send), `strategies` (side by side).
+(how fast ranks send), `strategies` (side by side), `activations` (what is alive in a step, what recomputation saves).
 """
 
+from vlmcourse.plots.activations import (
+    plot_chain_plans,
+    plot_kept_tensors,
+    plot_memory_and_time,
+    plot_segment_lengths,
+    plot_step_ledgers,
+)
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
 from vlmcourse.plots.holdings import plot_holdings
@@ -21,18 +28,23 @@ __all__ = [
     "COLOURS",
     "plot_adaptation",
     "plot_causal_work",
+    "plot_chain_plans",
     "plot_collectives",
     "plot_context_traffic",
     "plot_conversations",
     "plot_gathered_weights",
     "plot_holdings",
+    "plot_kept_tensors",
     "plot_ledgers",
     "plot_links",
     "plot_losses",
+    "plot_memory_and_time",
     "plot_memory_over_ranks",
     "plot_overlap",
     "plot_schedules",
+    "plot_segment_lengths",
     "plot_state",
+    "plot_step_ledgers",
     "plot_strategies",
     "plot_tokens",
     "plot_training",

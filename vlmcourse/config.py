@@ -20,6 +20,7 @@ from typing import Any
 from vlmcourse.batch import describe_batch, effective_batch_size
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
+from vlmcourse.recompute import ActivationsConfig
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_values, did_you_mean
 
 TOWERS = ("vision", "projector", "language")
@@ -199,10 +200,12 @@ class TrainConfig:
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         found += precision_problems(self.train.precision, self.parallel)
+        found += self.activations.contradictions(self.parallel, self.model.freeze)
         if found:
             raise ConfigError("The training configuration", found)
 

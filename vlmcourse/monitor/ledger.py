@@ -1,18 +1,30 @@
-"""Count the bytes of training state that this rank stores, by owner: weights, gradients, optimizer.
+"""Bytes on this rank by owner: the training state between two steps, and all that is alive in the course of one.
 
-Enters: a model (plain, DDP or FSDP2) and its optimizer, between two steps. Leaves: a `Ledger`. Only this rank's shards
-count. Left out on purpose: activations, buffers, communication buffers and what the allocator keeps in reserve; they
-are not state and other tools show them.
+Enters: a model (plain or distributed) and its optimizer. Leaves: from `measure_ledger` a `Ledger` of weights, gradients
+and optimizer state, where only this rank's shards count; from `StepLedger` a sample after each operation, activations
+by tower and layer among its owners. Left out on purpose: what the allocator keeps in reserve. Chapters 1 and 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from vlmcourse.monitor.storages import TEMPORARY, Entry, Owner, StorageBook
+from vlmcourse.parallel.apply import plain_parts
 from vlmcourse.parallel.comm import local_part
 
 
@@ -54,3 +66,205 @@ def measure_ledger(model: nn.Module, optimizer: Optimizer | None = None) -> Ledg
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_part(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+# --- A step over time -----------------------------------------------------------------------------------------------
+
+LAYER = re.compile(r"(.*?)\.?blocks\.(\d+)(\.|$)")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Bytes alive after one operation."""
+
+    time_s: float
+    """Since the ledger began."""
+    phase: str
+    """forward, backward or update."""
+    live_bytes: Mapping[Owner, int]
+    """By owner and layer; owners that hold nothing are left out."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All owners together."""
+        return sum(self.live_bytes.values())
+
+    def by_owner(self) -> dict[str, int]:
+        """Return bytes by owner, layers added up."""
+        found: Counter[str] = Counter()
+        for (owner, _), size in self.live_bytes.items():
+            found[owner] += size
+        return dict(found)
+
+    def by_layer(self, *owners: str) -> dict[str, int]:
+        """Return the bytes of some owners by layer, in the order of the layers' first operations."""
+        found: Counter[str] = Counter()
+        for (owner, layer), size in self.live_bytes.items():
+            if owner in owners:
+                found[layer] += size
+        return dict(found)
+
+
+class StepLedger:
+    """Bytes alive in a training step, by owner, after each of its operations.
+
+    Owners are weights, gradients, optimizer, activations (by layer: what autograd keeps there, and what outlives the
+    layer's forward otherwise, as under selective checkpointing), recomputed (by layer: what backward makes again),
+    gathered (whole weights under FSDP), other (there before: the batch) and temporary (everything else, such as the
+    gradient on its way from layer to layer).
+
+    Use it as a context around whole steps; `samples` has the course of them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Name the owners.
+
+        Args:
+            model: plain or under any strategy. Its layers are the members of lists called `blocks`; anything else
+                counts under the name of the child of the model that it is in.
+            optimizer: of the model, if steps are to be seen.
+        """
+        self.samples: list[Sample] = []
+        self._parts, self._optimizer = plain_parts(model), optimizer
+        self._parameters = list(model.parameters())
+        device_type = local_part(self._parameters[0]).device.type
+        self._book = StorageBook(device_type, self._after_operation)
+        self._layers: list[str] = []
+        """Layers whose forward is at work, outermost first."""
+        self._latest = ""
+        self._made: dict[str, list[Entry]] = {}
+        self._in_update = False
+        self._stack = contextlib.ExitStack()
+        self._started_s = 0.0
+
+    def __enter__(self) -> StepLedger:
+        for tensor in (*self._parameters, *(b for part in self._parts for b in part.buffers())):
+            self._book.give(tensor, ("weights", ""))
+        self._find_gradients()
+        self._find_optimizer_state()
+        for part in self._parts:
+            for name, module in part.named_modules():
+                layer, is_block = _layer_of(name)
+                pre = module.register_forward_pre_hook(partial(self._enter_layer, layer))
+                # Called after an error too: recomputation ends with one when it has all that is needed.
+                post = module.register_forward_hook(partial(self._leave_layer, layer, is_block), always_call=True)
+                self._stack.callback(pre.remove)
+                self._stack.callback(post.remove)
+        if self._optimizer is not None:
+            self._stack.callback(self._optimizer.register_step_pre_hook(self._begin_update).remove)
+            self._stack.callback(self._optimizer.register_step_post_hook(self._end_update).remove)
+        self._stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
+        self._started_s = time.perf_counter()
+        self._stack.enter_context(self._book)
+        self._sample()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._find_gradients()
+        self._sample()
+        self._stack.close()
+
+    def peak(self) -> Sample:
+        """Return the sample with the most bytes alive."""
+        return max(self.samples, key=lambda sample: sample.total_bytes)
+
+    def end_of_forward(self) -> Sample:
+        """Return the last sample before backward, where all activations are alive.
+
+        Raises:
+            ValueError: if there was no backward pass.
+        """
+        phases = [sample.phase for sample in self.samples]
+        if "backward" not in phases:
+            raise ValueError("this ledger saw no backward pass: run loss.backward() inside it")
+        return self.samples[max(0, phases.index("backward") - 1)]
+
+    def _enter_layer(self, layer: str, *_: Any) -> None:
+        self._layers.append(layer)
+        self._latest = layer
+
+    def _leave_layer(self, layer: str, is_block: bool, module: nn.Module, args: Any, result: Any) -> None:
+        self._layers.pop()
+        if not is_block or _in_backward() or not torch.is_grad_enabled():
+            return
+        outputs = {id(self._book.find(leaf)) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        for entry in self._made.pop(layer, []):
+            if entry.owner == TEMPORARY and entry.storage() is not None and id(entry) not in outputs:
+                self._book.pass_on(entry, ("activations", layer))
+
+    def _after_operation(self, added: list[Entry]) -> None:
+        in_backward = _in_backward()
+        layer = self._layers[-1] if self._layers else ""
+        # Autograd runs without recording; what is recorded inside it is a forward that runs again.
+        if in_backward and torch.is_grad_enabled():
+            for entry in added:
+                self._book.pass_on(entry, ("recomputed", layer or self._latest))
+        elif in_backward:
+            self._find_gradients()
+        elif layer:
+            self._made.setdefault(layer, []).extend(added)
+        self._sample()
+
+    def _sample(self) -> None:
+        phase = "update" if self._in_update else "backward" if _in_backward() else "forward"
+        live = {owner: size for owner, size in self._book.live_bytes.items() if size}
+        self.samples.append(Sample(time.perf_counter() - self._started_s, phase, live))
+
+    def _find_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._book.give(parameter.grad, ("gradients", ""))
+
+    def _find_optimizer_state(self) -> None:
+        state = self._optimizer.state.values() if self._optimizer is not None else ()
+        for value in (value for values in state for value in values.values() if isinstance(value, Tensor)):
+            self._book.give(value, ("optimizer", ""))
+
+    def _begin_update(self, *_: Any) -> None:
+        self._find_gradients()
+        self._in_update = True
+
+    def _end_update(self, *_: Any) -> None:
+        self._find_optimizer_state()
+        self._in_update = False
+
+    def _pack(self, tensor: Tensor) -> Any:
+        base = tensor._base if tensor._base is not None else tensor
+        entry = None if isinstance(base, nn.Parameter) else self._book.find(tensor)
+        if entry is None or entry.owner[0] in ("weights", "gathered", "other"):
+            return tensor
+        if entry.owner[0] != "activations":
+            self._book.pass_on(entry, ("activations", self._layers[-1] if self._layers else ""))
+        return _Kept(self._book, tensor, entry)
+
+
+class _Kept:
+    """A tensor that autograd keeps; when the last keeper lets go, its storage is temporary again."""
+
+    def __init__(self, book: StorageBook, tensor: Tensor, entry: Entry) -> None:
+        self.tensor, self._book, self._entry = tensor, book, entry
+        entry.num_keepers += 1
+
+    def __del__(self) -> None:
+        self._entry.num_keepers -= 1
+        if not self._entry.num_keepers and self._entry.storage() is not None:
+            self._book.pass_on(self._entry, TEMPORARY)
+
+
+def _unpack(kept: Any) -> Tensor:
+    return kept.tensor if isinstance(kept, _Kept) else kept
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _layer_of(name: str) -> tuple[str, bool]:
+    """Return the layer that a module counts under, and whether the module is that layer, a block."""
+    match = LAYER.match(name)
+    if match is None:
+        return name.partition(".")[0], False
+    tower = f"{match[1]}." if match[1] else ""
+    return f"{tower}blocks.{match[2]}", not match[3]

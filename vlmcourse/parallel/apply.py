@@ -43,6 +43,7 @@ def apply_strategy(
     ranks: Ranks,
     place: Place | None = None,
     loss_sum: LossSum | None = None,
+    activations: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Distribute `model` over the ranks as `config` says, and check that it happened.
 
@@ -53,6 +54,8 @@ def apply_strategy(
         ranks: this process's place.
         place: what `find_place` returned for the same arguments, where that has been called already.
         loss_sum: makes the sum of token losses of logits and labels; a pipeline needs it.
+        activations: changes in place what the plain model, or each stage of it, keeps for backward; from
+            `train.activations.plan_activations`.
 
     Returns:
         The model, changed in place; under ddp and zero1 in `DistributedDataParallel`. A pipeline of stages of it is a
@@ -72,15 +75,21 @@ def apply_strategy(
             raise ValueError(f"pp={config.pp}: the last stage of a pipeline needs loss_sum, such as token_loss_sum")
         broadcast_weights(model)
         loss_of_part = _loss_of_part(loss_sum, config, place)
-        wrap = partial(_distribute, config=config, ranks=ranks, place=place)
+        wrap = partial(_distribute, config=config, ranks=ranks, place=place, activations=activations)
         wrapped: nn.Module = apply_pipeline(as_vlm(model), config, place, ranks.device, loss_of_part, wrap)
     else:
-        wrapped = _distribute(model, config, ranks, place)
+        wrapped = _distribute(model, config, ranks, place, activations)
     check_strategy(wrapped, config, ranks, place)
     return wrapped
 
 
-def _distribute(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place) -> nn.Module:
+def _distribute(
+    model: nn.Module,
+    config: ParallelConfig,
+    ranks: Ranks,
+    place: Place,
+    activations: Callable[[nn.Module], None] | None,
+) -> nn.Module:
     """Apply what concerns a whole model or a stage of one: tensor parallelism first, data parallelism around it all."""
     are_equal = config.pp > 1
     if config.tp > 1:
@@ -97,6 +106,8 @@ def _distribute(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: P
             model.sequence_parts = config.tp
     if config.cp > 1:
         apply_context(as_vlm(model), place.group("cp"), config.cp_method, config.cp_order)
+    if activations is not None:  # between the two: recomputation is inside the hooks that gather a block's weights
+        activations(model)
     if config.strategy in ("ddp", "zero1"):
         wrapped = apply_ddp(model.to(ranks.device), ranks)
         if config.compression != "none":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vlmcourse.batch import effective_batch_size
 from vlmcourse.config import TOWERS
 from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS, Precision
+from vlmcourse.recompute import find_policy_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class Plan:
     """Towers that are not trained: any of vision, projector, language."""
     activation_checkpointing: bool = True
     """Keep the input of each layer only, and recompute the rest in the backward pass."""
+    recompute_vision: str = ""
+    """A policy of the section [activations] for the vision tower, such as "every:2"; "" is what
+    `activation_checkpointing` says, full or none."""
+    recompute_language: str = ""
+    """As `recompute_vision`, for the language tower."""
     micro_batch_size: int = 1
     """Samples in one forward pass of one rank."""
 
@@ -55,6 +61,10 @@ class Plan:
             found.append(f"optimizer = {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
         if self.precision not in PRECISIONS:
             found.append(f"precision = {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
+        for name in ("recompute_vision", "recompute_language"):
+            problem = getattr(self, name) != "" and find_policy_problem(getattr(self, name))
+            if problem:
+                found.append(f"{name} = {getattr(self, name)!r}: {problem}")
         found += self._frozen_problems()
         if found:
             raise ValueError("This is not a plan:\n" + "\n".join(f"  - {problem}" for problem in found))
@@ -69,6 +79,11 @@ class Plan:
         if set(TOWERS) <= set(self.frozen):
             found.append("frozen names every tower: nothing would train; leave one out")
         return found
+
+    def recompute(self, tower: str) -> str:
+        """Return the policy for the activations of a tower, vision or language."""
+        chosen = self.recompute_vision if tower == "vision" else self.recompute_language
+        return chosen or ("full" if self.activation_checkpointing else "none")
 
     @property
     def num_ranks(self) -> int:

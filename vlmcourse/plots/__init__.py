@@ -1,12 +1,20 @@
 """Every figure of the course: result objects in, matplotlib figures out, one message each.
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
-By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `memory` (bytes),
-`communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
-parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side).
+By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `activations` (what
+is alive in a step, what recomputation saves), `memory` (bytes of state), `communication` (what ranks send), `samples`
+(what the model sees), `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers
+that move), `links` (how fast ranks send), `strategies` (side by side).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
+from vlmcourse.plots.activations import (
+    plot_chain_plans,
+    plot_kept_tensors,
+    plot_memory_and_time,
+    plot_segment_lengths,
+    plot_step_ledgers,
+)
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
 from vlmcourse.plots.holdings import plot_holdings
@@ -30,6 +38,7 @@ __all__ = [
     "COLOURS",
     "plot_adaptation",
     "plot_causal_work",
+    "plot_chain_plans",
     "plot_collectives",
     "plot_context_traffic",
     "plot_exponents",
@@ -39,9 +48,11 @@ __all__ = [
     "plot_drift",
     "plot_gathered_weights",
     "plot_holdings",
+    "plot_kept_tensors",
     "plot_ledgers",
     "plot_links",
     "plot_losses",
+    "plot_memory_and_time",
     "plot_memory_over_ranks",
     "plot_norm_errors",
     "plot_overlap",
@@ -50,8 +61,10 @@ __all__ = [
     "plot_sample_weights",
     "plot_scale",
     "plot_schedules",
+    "plot_segment_lengths",
     "plot_state",
     "plot_step_formats",
+    "plot_step_ledgers",
     "plot_strategies",
     "plot_sync",
     "plot_tokens",

@@ -35,6 +35,7 @@ from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
+from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
@@ -99,6 +100,7 @@ class Trainer:
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)
+        activations = plan_activations(config, self.parallel, self.shape)
         forbid_tf32()
         plain = plain if plain is not None else self._build_model()
         self.tokenizer = load_tokenizer(config.data.tokenizer)
@@ -112,7 +114,7 @@ class Trainer:
         freeze_towers(plain, config.model.freeze)
         prepare_weights(plain, config, self.ranks.device)
         loss_sum = TokenLoss(config.train.loss_weighting)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum)
+        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
         self.optimizer = build_optimizer(
             self.model,
             config.optimizer,

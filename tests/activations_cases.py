@@ -1,0 +1,107 @@
+"""Which activation policies the tests run under which strategy, on a small model with awkward data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from parity import MAX_GRAD_NORM, AwkwardTrainer, awkward_samples, small_shape
+
+from vlmcourse.config import parse_config
+from vlmcourse.models.vlm import build_model
+from vlmcourse.monitor.activations import ActivationMeter
+from vlmcourse.parallel.counting import CollectiveCounter
+from vlmcourse.parallel.gather import gather_plain_state
+from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.presets import VLMShape
+from vlmcourse.train.trainer import Trainer
+
+FULL = {"vision": "full", "language": "full"}
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": FULL,
+    "every:2": {"vision": "every:2", "language": "every:2"},
+    "sqrt": {"vision": "sqrt", "language": "sqrt"},
+    "selective": {"vision": "selective", "language": "selective"},
+    "mixed": {"vision": "full", "language": "selective"},
+    "offload": {"offload": True},
+    "full, offload": {**FULL, "offload": True},
+    "sqrt, offload": {"vision": "sqrt", "language": "sqrt", "offload": True},
+}
+ALL = tuple(POLICIES)
+NO_OFFLOAD = tuple(name for name in POLICIES if "offload" not in name)
+FEW = ("none", "full", "sqrt")
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "single": ({"strategy": "single"}, {}, ALL),
+    "ddp": ({"strategy": "ddp"}, {}, ("none", "full", "sqrt", "full, offload")),
+    "zero1": ({"strategy": "zero1"}, {}, ("none", "full")),
+    "zero2": ({"strategy": "zero2"}, {}, ("none", "sqrt")),
+    "fsdp": ({"strategy": "fsdp"}, {}, ("none", "full", "every:2", "sqrt", "selective", "offload")),
+    "fsdp, vision frozen": ({"strategy": "fsdp"}, {"model.freeze": ["vision"]}, ("none", "language full")),
+    "tp": ({"tp": 2}, {}, ("none", "full", "sqrt", "selective")),
+    "cp": ({"strategy": "ddp", "cp": 2}, {}, ("none", "full", "sqrt", "selective")),
+    "1f1b": ({"pp": 2}, {}, ("none", "full", "every:2", "sqrt, offload")),
+    "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, {}, ("none", "full")),
+    "zbv": ({"pp": 2, "pp_schedule": "zbv"}, {}, ("none", "full", "sqrt", "offload")),
+    "adaptive": ({"pp": 2, "adaptive": True}, {}, ("none", "full")),
+    "single, language frozen": ({"strategy": "single"}, {"model.freeze": ["language"]}, ("none", "full", "offload")),
+    "single, bf16": ({"strategy": "single"}, {"train.precision": "bf16"}, ("none", "full", "sqrt", "selective")),
+}
+"""By name: [parallel], other keys, and the policies to run; strategies with "single" in the name need one rank."""
+POLICIES["language full"] = {"language": "full"}
+
+
+def deep_shape() -> VLMShape:
+    """Return the parity shape with enough blocks for segments of two."""
+    shape = small_shape()
+    vision = dataclasses.replace(shape.vision, num_layers=4, mlp_size=32)
+    language = dataclasses.replace(shape.language, num_layers=4, mlp_size=48)
+    return dataclasses.replace(shape, vision=vision, language=language)
+
+
+def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
+    """Make a step; return its loss, whole gradients, collectives, and the most that was kept."""
+    parallel, keys, _ = STRATEGIES[strategy]
+    num_samples = 8 // (
+        ranks.world_size if parallel.get("strategy", "single") != "single" and "cp" not in parallel else 1
+    )
+    steps = 4 if "pp" in parallel else 2
+    table = {
+        "train": {
+            "num_steps": 2,
+            "micro_batch_size": num_samples // steps,
+            "accumulation_steps": steps,
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+        "optimizer": {"warmup_steps": 2, "eps": 1e-5, "lr_vision": 2e-3},
+        "parallel": parallel,
+        "activations": POLICIES[policy],
+    }
+    samples = awkward_samples()
+    trainer = AwkwardTrainer(
+        parse_config(table, keys),
+        ranks,
+        model=build_model(deep_shape(), seed=1 + ranks.rank if "pp" not in parallel else 1),
+        train_data=samples,
+        eval_data=samples[:4],
+        show_progress=False,
+    )
+    gradients: list[dict[str, torch.Tensor]] = []
+    calls: dict[str, int] = {}
+    with ActivationMeter() as meter, CollectiveCounter() as counter:
+
+        def keep(trainer: Trainer) -> None:
+            if not gradients:
+                calls.update(Counter(call.kind for call in counter.calls))
+            gradients.append(gather_plain_state(trainer.model, trainer.shape, gradients=True))
+
+        trainer.before_update.append(keep)
+        losses = [trainer.train_step().loss]
+    if policy == "full" and strategy in (
+        "fsdp",
+        "adaptive",
+    ):  # a second step: moved and gathered blocks are covered too
+        losses.append(trainer.train_step().loss)
+    return {"losses": losses, "gradients": gradients, "calls": calls, "peak_bytes": meter.peak_bytes}

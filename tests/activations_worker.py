@@ -1,0 +1,32 @@
+"""Runs every case of `activations_cases.py` that needs two ranks. Usage: activations_worker.py FOLDER [STRATEGY]."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from activations_cases import STRATEGIES, run_case
+
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
+
+
+def main(folder: Path, only: str = "") -> None:
+    ranks = init_ranks(timeout_s=40)
+    found: dict[str, Any] = {}
+    for strategy, (_, _, policies) in STRATEGIES.items():
+        if strategy.startswith("single") or only not in strategy:
+            continue
+        for policy in policies:
+            try:
+                found[f"{strategy} | {policy}"] = run_case(strategy, policy, ranks)
+            except (ValueError, RuntimeError, AssertionError):
+                found[f"{strategy} | {policy}"] = traceback.format_exc()
+    torch.save(found, folder / f"rank{ranks.rank}.pt")
+    shutdown_ranks()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

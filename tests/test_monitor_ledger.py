@@ -1,0 +1,231 @@
+"""The ledger of a step against PyTorch's profiler, and what layers keep against the derived formula, to the byte."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from vlmcourse.models.decoder import LanguageBlock, rope_tables
+from vlmcourse.models.vit import VisionBlock
+from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.monitor.activations import ActivationMeter
+from vlmcourse.monitor.ledger import StepLedger, measure_ledger
+from vlmcourse.planner.layer_activations import (
+    count_language_layer_bytes,
+    count_vision_layer_bytes,
+    korthikanti_layer_bytes,
+)
+from vlmcourse.presets import get_model
+from vlmcourse.recompute import plan_segments
+from vlmcourse.train.activations import cover_blocks
+
+TINY = get_model("tiny")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[tuple[VLM, torch.optim.Optimizer, Tensor, Tensor]]:
+    """A model, an optimizer that has made a step, ids and tiles."""
+    model = build_model(TINY, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(4, 200, (4, 40))
+    ids[:, :4] = TINY.image_token_id
+    parts = model, optimizer, ids, torch.randn(4, 3, 32, 32)
+    step(*parts)
+    yield parts
+
+
+def step(model: VLM, optimizer: torch.optim.Optimizer, ids: Tensor, tiles: Tensor) -> None:
+    optimizer.zero_grad()
+    logits = model(ids, tiles)
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    del logits
+    loss.backward()
+    del loss
+    optimizer.step()
+
+
+def profiled_bytes(run) -> tuple[int, int]:
+    """Return how many bytes more were allocated at the end of a run, and at its fullest moment, as PyTorch records."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return total, peak
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "sqrt", "selective"])
+def test_ledger_misses_no_byte_that_the_allocator_gave_out(policy: str, parts) -> None:
+    model, optimizer, ids, tiles = parts
+    for tower in (model.vision, model.language):
+        cover_blocks(tower, plan_segments(policy, len(tower.blocks)))
+    optimizer.zero_grad()
+    total, peak = profiled_bytes(lambda: step(*parts))
+    optimizer.zero_grad()
+    with StepLedger(model, optimizer) as ledger:
+        step(*parts)
+    there_before = ledger.samples[0].total_bytes + ids.nbytes + tiles.nbytes
+    assert ledger.samples[-1].total_bytes - there_before == total
+    # Within an operation a kernel may need more; between operations nothing is missed.
+    assert 0.97 * peak <= ledger.peak().total_bytes - there_before <= peak
+    last = ledger.samples[-1].by_owner()
+    state = measure_ledger(model, optimizer)
+    assert (last["weights"], last["gradients"], last["optimizer"]) == (
+        state.weights_bytes,
+        state.gradients_bytes,
+        state.optimizer_bytes,
+    )
+    assert set(last) <= {"weights", "gradients", "optimizer", "other", "temporary"}
+    assert last.get("temporary", 0) < 100
+    phases = list(dict.fromkeys(sample.phase for sample in ledger.samples))
+    assert phases[:3] == ["forward", "backward", "update"]
+
+
+def test_activations_of_a_layer_in_the_ledger_are_those_of_the_formula(parts) -> None:
+    model, optimizer, ids, tiles = parts
+    for tower in (model.vision, model.language):
+        cover_blocks(tower, [])
+    optimizer.zero_grad()
+    with StepLedger(model, optimizer) as ledger:
+        step(*parts)
+    kept = ledger.end_of_forward().by_layer("activations")
+    vision = count_vision_layer_bytes(TINY.vision, 4, 17, 4)
+    assert kept["vision.blocks.1"] == sum(vision.values())
+    language = count_language_layer_bytes(TINY.language, 4, 40, 4)
+    tables = 2 * 40 * 24 * 4  # of rotations: the first block that keeps them counts them
+    assert kept["language.blocks.0"] == sum(language.values()) + tables
+    assert kept["language.blocks.1"] == kept["language.blocks.2"] == sum(language.values())
+    assert ledger.end_of_forward().total_bytes == sum(ledger.end_of_forward().by_owner().values())
+
+
+def test_ledger_under_checkpointing_names_what_is_kept_and_what_is_made_again(parts) -> None:
+    model, optimizer, ids, _ = parts
+    kept, made_again = {}, {}
+    for policy in ("none", "full", "selective"):
+        cover_blocks(model.vision, [])
+        cover_blocks(model.language, plan_segments(policy, 3))
+        optimizer.zero_grad()
+        with StepLedger(model, optimizer) as ledger:
+            step(*parts)
+        kept[policy] = ledger.end_of_forward().by_layer("activations")["language.blocks.1"]
+        made_again[policy] = max(s.by_layer("recomputed").get("language.blocks.1", 0) for s in ledger.samples)
+    boundary = ids.numel() * TINY.language.hidden_size * 4
+    assert kept["full"] == boundary
+    assert kept["full"] < kept["selective"] < kept["none"]
+    assert made_again["none"] == 0 and made_again["selective"] < made_again["full"]
+    # What runs again is the layer; its input is there already, and its last temporary comes on top.
+    formula = sum(count_language_layer_bytes(TINY.language, 4, 40, 4).values())
+    assert formula - boundary <= made_again["full"] <= 1.2 * formula
+
+
+def test_ledger_leaves_no_hook_behind_and_wants_a_backward_pass(parts) -> None:
+    model, optimizer, ids, tiles = parts
+    with StepLedger(model) as ledger, torch.no_grad():
+        model(ids, tiles)
+    num_samples = len(ledger.samples)
+    with pytest.raises(ValueError, match="saw no backward pass"):
+        ledger.end_of_forward()
+    step(*parts)
+    assert len(ledger.samples) == num_samples
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_frozen_tower_keeps_nothing(parts) -> None:
+    model, _, ids, tiles = parts
+    model.vision.requires_grad_(False)
+    try:
+        with StepLedger(model) as ledger:
+            F.cross_entropy(model(ids, tiles).flatten(0, 1), ids.flatten()).backward()
+    finally:
+        model.vision.requires_grad_(True)
+        model.zero_grad()
+    assert not [layer for layer in ledger.end_of_forward().by_layer("activations") if layer.startswith("vision")]
+
+
+VISION = {
+    "tiny": TINY.vision,
+    "as the 6B tower": dataclasses.replace(TINY.vision, norm="rmsnorm", qk_norm=True, qkv_bias=False),
+    "other sizes": dataclasses.replace(TINY.vision, hidden_size=48, num_heads=3, mlp_size=100),
+}
+LANGUAGE = {
+    "tiny": TINY.language,
+    "biases, no groups": dataclasses.replace(TINY.language, num_kv_heads=4, qkv_bias=True),
+    "other sizes": dataclasses.replace(TINY.language, hidden_size=60, num_heads=6, num_kv_heads=3, mlp_size=77),
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize(("num_tiles", "num_positions"), [(1, 5), (3, 17)])
+def test_vision_layer_keeps_what_the_formula_says(name: str, dtype: str, num_tiles: int, num_positions: int) -> None:
+    shape, kind = VISION[name], TYPES[dtype]
+    block = fill(VisionBlock(shape), kind)
+    x = torch.randn(num_tiles, num_positions, shape.hidden_size, dtype=kind, requires_grad=True) * 1
+    with ActivationMeter() as meter:
+        kept = block(x)
+    assert meter.live_bytes == sum(count_vision_layer_bytes(shape, num_tiles, num_positions, kind.itemsize).values())
+    kept.sum().backward()
+    assert meter.live_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 7), (2, 20)])
+def test_decoder_layer_keeps_what_the_formula_says(name: str, dtype: str, batch_size: int, seq_len: int) -> None:
+    shape, kind = LANGUAGE[name], TYPES[dtype]
+    block = fill(LanguageBlock(shape), kind)
+    x = torch.randn(batch_size, seq_len, shape.hidden_size, dtype=kind, requires_grad=True) * 1
+    cos, sin = rope_tables(torch.arange(seq_len)[None], shape.hidden_size // shape.num_heads, 1e4)
+    with ActivationMeter() as meter:
+        kept = block(x, cos, sin)
+    tables = cos.nbytes + sin.nbytes if kind is torch.float32 else 0  # one pair for all blocks
+    counted = count_language_layer_bytes(shape, batch_size, seq_len, kind.itemsize)
+    assert meter.live_bytes - tables == sum(counted.values())
+    kept.sum().backward()
+    assert meter.live_bytes == 0
+
+
+def fill(block: nn.Module, kind: torch.dtype) -> nn.Module:
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    return block.to(kind)
+
+
+class GeluDropoutLayer(nn.Module):
+    """The layer that Korthikanti et al. count: dropout after attention and after the MLP, attention fused."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + torch.native_dropout(self.out(mixed), 0.1, True)[0]  # as on a GPU, with a mask of one byte an element
+        return x + torch.native_dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, True)[0]
+
+
+def test_layer_of_the_paper_keeps_34_bytes_a_token_and_unit_of_width() -> None:
+    """Exactly 34 s b h in 16 bits with masks of one byte, besides the statistics, which the paper leaves out."""
+    s, b, h, a = 24, 2, 64, 4
+    block = GeluDropoutLayer(h, a).to(torch.bfloat16)
+    x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True) * 1
+    with ActivationMeter() as meter:
+        kept = block(x)
+    statistics = 2 * 2 * s * b * 2 + s * b * a * 4
+    assert meter.live_bytes - statistics == korthikanti_layer_bytes(s, b, h, a)
+    assert korthikanti_layer_bytes(2048, 1, 6144, 48, keeps_scores=True) == 2048 * 6144 * 34 + 5 * 48 * 2048**2
+    del kept

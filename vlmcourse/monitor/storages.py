@@ -1,0 +1,140 @@
+"""A book of all memory that tensors hold: who owns each storage, from the operation that made it until it is freed.
+
+Enters: every operation that runs inside `with StorageBook()`, and names of owners. Leaves: live bytes by owner, at any
+moment. A storage is what tensors view: however many views there are, its bytes count once, and they count until the
+last of them is gone, wherever it is kept. Works the same on CPU and GPU. Left out: what a kernel allocates and frees
+within one operation, and memory that no tensor holds. Chapter 4.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vlmcourse.parallel.comm import local_part
+
+Owner = tuple[str, str]
+"""What the bytes are, such as activations, and the layer they belong to, or ""."""
+TEMPORARY: Owner = ("temporary", "")
+OTHER: Owner = ("other", "")
+"""What was there before: the batch, buckets of gradients."""
+GATHERED: Owner = ("gathered", "")
+"""Whole weights of FSDP, which is the one that grows and shrinks a storage in place."""
+
+
+@dataclass
+class Entry:
+    """One live storage."""
+
+    size_bytes: int
+    owner: Owner
+    storage: weakref.ref[torch.UntypedStorage]
+    num_keepers: int = 0
+    """Operations for whose backward autograd keeps it."""
+
+
+class StorageBook(TorchDispatchMode):
+    """Live storages and their owners."""
+
+    def __init__(self, device_type: str, after_operation: Callable[[list[Entry]], None]) -> None:
+        """Begin with an empty book.
+
+        Args:
+            device_type: cpu or cuda; storages elsewhere are left out.
+            after_operation: called after each operation with the entries that it added.
+        """
+        super().__init__()
+        self.device_type, self.after_operation = device_type, after_operation
+        self.live_bytes: Counter[Owner] = Counter()
+        """Bytes by owner, now."""
+        self._entries: dict[int, Entry] = {}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self.after_operation = lambda _: None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # DTensors and what collectives return turn into plain operations first, which come here again.
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented
+        for tensor in _tensors((args, kwargs)):
+            self.enter(tensor, GATHERED if isinstance(tensor, nn.Parameter) else OTHER)
+        result = func(*args, **(kwargs or {}))
+        added = [entry for tensor in _tensors(result) if (entry := self.enter(tensor, TEMPORARY)) is not None]
+        self._measure_again(GATHERED)
+        self.after_operation(added)
+        return result
+
+    def enter(self, tensor: Tensor, owner: Owner) -> Entry | None:
+        """Add a tensor's storage if it is not in the book; return its entry only if it was added."""
+        storage = _storage(tensor)
+        if storage is None or storage.device.type != self.device_type or storage._cdata in self._entries:
+            return None
+        key, size = storage._cdata, storage.nbytes()
+        entry = Entry(size, owner, weakref.ref(storage, partial(self._forget, key)))
+        self._entries[key] = entry
+        self.live_bytes[owner] += size
+        return entry
+
+    def find(self, tensor: Tensor) -> Entry | None:
+        """Return the entry of a tensor's storage, or None if it is not in the book."""
+        storage = _storage(tensor)
+        return None if storage is None else self._entries.get(storage._cdata)
+
+    def give(self, tensor: Tensor, owner: Owner) -> Entry | None:
+        """Let a tensor's storage belong to an owner; it is added where it is not in the book."""
+        self.enter(tensor, owner)
+        entry = self.find(tensor)
+        if entry is not None:
+            self.pass_on(entry, owner)
+        return entry
+
+    def pass_on(self, entry: Entry, owner: Owner) -> None:
+        """Give a live storage to another owner."""
+        self.live_bytes[entry.owner] -= entry.size_bytes
+        self.live_bytes[owner] += entry.size_bytes
+        entry.owner = owner
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield all live entries."""
+        yield from list(self._entries.values())
+
+    def _forget(self, key: int, _: Any) -> None:
+        entry = self._entries.pop(key)
+        self.live_bytes[entry.owner] -= entry.size_bytes
+
+    def _measure_again(self, owner: Owner) -> None:
+        """Read the sizes of storages that are resized in place."""
+        if not self.live_bytes[owner] and not any(entry.owner == owner for entry in self._entries.values()):
+            return
+        for entry in self._entries.values():
+            storage = entry.storage() if entry.owner == owner else None
+            if storage is not None and storage.nbytes() != entry.size_bytes:
+                self.live_bytes[owner] += storage.nbytes() - entry.size_bytes
+                entry.size_bytes = storage.nbytes()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory behind a tensor on this rank; None for what has none (meta, sparse, other subclasses)."""
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    local = getattr(local, "elem", local)  # what a collective returns before it has arrived
+    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided or local.is_meta:
+        return None
+    return local.untyped_storage()

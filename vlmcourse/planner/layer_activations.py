@@ -1,0 +1,126 @@
+"""What one layer of this model keeps for its backward pass, term by term and exactly: F10.
+
+Enters: a tower's shape, how many positions go through, bytes of an element. Leaves: bytes by the name of the tensor.
+It holds for a layer trained whole in one type (fp32, or weights and activations in a 16-bit one), attention by a fused
+kernel that keeps no scores (flash attention), no tensor parallelism. Tests compare each layer's sum with what autograd
+keeps, to the byte. Under autocast layers also keep 16-bit copies of their weights, which are not counted here.
+
+Source: derived from the layers in `models/`; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, derive the same
+for a layer with GELU and dropout, `korthikanti_layer_bytes`.
+"""
+
+from __future__ import annotations
+
+from vlmcourse.presets import LanguageShape, VisionShape
+
+STATISTIC_BYTES = 4
+"""Inverse deviations and log-sum-exps are fp32 whatever the type of the rest."""
+Kept = dict[str, int]
+
+
+def _count_norm(kind: str, name: str, rows: int, width: int, element_bytes: int, fused: bool) -> Kept:
+    """Count what a norm keeps; its output is kept by what uses it."""
+    if kind == "layernorm":
+        # The CPU's kernel keeps mean and inverse deviation in the type of the input, the GPU's in fp32.
+        of_statistic = STATISTIC_BYTES if fused else element_bytes
+        return {f"{name} input": rows * width * element_bytes, f"{name} statistics": 2 * rows * of_statistic}
+    if fused:
+        return {f"{name} input": rows * width * element_bytes, f"{name} statistics": rows * STATISTIC_BYTES}
+    # RMSNorm in single steps, each in fp32: the input (a 16-bit one is not kept itself), and what the weight scales.
+    return {
+        f"{name} input, in fp32": rows * width * 4,
+        f"{name} statistics": rows * STATISTIC_BYTES,
+        f"{name} output before its weight, in fp32": rows * width * 4,
+    }
+
+
+def count_vision_layer_bytes(
+    shape: VisionShape, num_tiles: int, num_positions: int, element_bytes: int, *, fused_norms: bool = False
+) -> Kept:
+    """Count what a vision block keeps.
+
+    Args:
+        shape: of the tower.
+        num_tiles: tiles in the micro-batch.
+        num_positions: patches of a tile and its class token.
+        element_bytes: of one activation, 4 or 2.
+        fused_norms: whether norms are the GPU's kernels; PyTorch's CPU computes RMSNorm in single steps.
+
+    Returns:
+        Bytes by name, in the order in which forward makes them.
+    """
+    rows = num_tiles * num_positions
+    width, hidden = rows * shape.hidden_size * element_bytes, rows * shape.mlp_size * element_bytes
+    kept = _count_norm(shape.norm, "norm1", rows, shape.hidden_size, element_bytes, fused_norms)
+    kept["norm1 output"] = width
+    if shape.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            kept |= _count_norm("rmsnorm", name, rows, shape.hidden_size, element_bytes, fused_norms)
+    return kept | {
+        "queries, keys, values": 3 * width,
+        "attention output": width,
+        "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
+        "attention branch before its scale": width,
+        **_count_norm(shape.norm, "norm2", rows, shape.hidden_size, element_bytes, fused_norms),
+        "norm2 output": width,
+        "hidden before GELU": hidden,
+        "hidden after GELU": hidden,
+        "MLP branch before its scale": width,
+    }
+
+
+def count_language_layer_bytes(
+    shape: LanguageShape, batch_size: int, seq_len: int, element_bytes: int, *, fused_norms: bool = False
+) -> Kept:
+    """Count what a decoder block keeps.
+
+    Args:
+        shape: of the tower.
+        batch_size: samples of the micro-batch.
+        seq_len: positions of each, padding (on the right) included.
+        element_bytes: of one activation, 4 or 2.
+        fused_norms: whether norms are the GPU's kernels; PyTorch's CPU computes RMSNorm in single steps.
+
+    Returns:
+        Bytes by name, in the order in which forward makes them. The fp32 tables of rotations are not among them: one
+        pair serves all blocks; in 16 bits each block keeps copies of them, for queries and for keys.
+    """
+    rows = batch_size * seq_len
+    width, hidden = rows * shape.hidden_size * element_bytes, rows * shape.mlp_size * element_bytes
+    head_width = shape.hidden_size // shape.num_heads
+    kept = _count_norm("rmsnorm", "norm1", rows, shape.hidden_size, element_bytes, fused_norms)
+    kept["norm1 output"] = width
+    if element_bytes < 4:
+        kept["rotations, in 16 bits"] = 4 * seq_len * head_width * element_bytes
+    return kept | {
+        "queries": width,
+        "keys, values": 2 * rows * shape.num_kv_heads * head_width * element_bytes,
+        "attention output": width,
+        "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
+        **_count_norm("rmsnorm", "norm2", rows, shape.hidden_size, element_bytes, fused_norms),
+        "norm2 output": width,
+        "gate before SiLU": hidden,
+        "gate after SiLU": hidden,
+        "value": hidden,
+        "gate x value": hidden,
+    }
+
+
+def korthikanti_layer_bytes(
+    seq_len: int, batch_size: int, hidden_size: int, num_heads: int, *, keeps_scores: bool = False
+) -> int:
+    """Bytes of a layer with a GELU MLP four times as wide and three dropouts, in a 16-bit type.
+
+    Args:
+        seq_len: tokens of a sample, s.
+        batch_size: samples, b.
+        hidden_size: width, h.
+        num_heads: attention heads, a.
+        keeps_scores: whether attention keeps its s x s scores, softmax and dropout mask, as without a fused kernel.
+
+    Returns:
+        s b h (34 + 5 a s / h), or its first term.
+    Source: Korthikanti et al. 2022, equation 1.
+    """
+    layer = 34 * seq_len * batch_size * hidden_size
+    return layer + 5 * num_heads * seq_len**2 * batch_size if keeps_scores else layer

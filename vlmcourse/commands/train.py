@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.commands.gpu_order import order_gpus
-from vlmcourse.config import ConfigError, TrainConfig, check_batch, check_files, load_config
+from vlmcourse.config import ConfigError, TrainConfig, check_batch, load_config
+from vlmcourse.config_files import check_files
 from vlmcourse.layout import ParallelConfig, find_layout
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter

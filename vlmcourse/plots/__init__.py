@@ -1,10 +1,10 @@
 """Every figure of the course: result objects in, matplotlib figures out, one message each.
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
-By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `activations` (what
-is alive in a step, what recomputation saves), `memory` (bytes of state), `communication` (what ranks send), `samples`
-(what the model sees), `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers
-that move), `links` (how fast ranks send), `strategies` (side by side).
+By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `activations`
+(what is alive in a step, what recomputation saves), `memory` (bytes of state), `communication` (what ranks send),
+`samples` (what the model sees), `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules,
+and layers that move), `links` (how fast ranks send), `strategies` (side by side).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync

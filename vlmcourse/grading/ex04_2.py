@@ -165,7 +165,8 @@ def check_v100(function: Any, points: float) -> float:
         print(f"samples of a step: {got[0]:g} is not right; {ideas.get(got[0] or 0, 'multiply the three numbers')}")
     if got[1] != choice.accumulation_steps:
         ideas = {2.0: "say how many micro-batches, not by what factor", 128.0: "all 8 GPUs have samples of their own"}
-        print(f"accumulation for 256: {got[1]:g} is not right; {ideas.get(got[1] or 0, 'divide by what one round takes')}")
+        advice = ideas.get(got[1] or 0, "divide by what one round takes")
+        print(f"accumulation for 256: {got[1]:g} is not right; {advice}")
     return award(points, (got[0] == samples) + (got[1] == choice.accumulation_steps), 2)
 
 

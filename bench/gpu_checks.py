@@ -184,6 +184,36 @@ def check_forked() -> str:
     return "; ".join(f"rank {rank} on {seen['device']}" for rank, seen in enumerate(ranks))
 
 
+def check_accumulated(strategy: str, **overrides: Any) -> str:
+    """Two GPUs that add up four micro-batches give the losses of one GPU with as many samples at once."""
+    shared = {key: value for key, value in overrides.items() if key.startswith("train__")}
+    sizes = {"train__micro_batch_size": 8, "train__accumulation_steps": 4}
+    gap = largest_gap(train("single", 1, **shared), train(strategy, 2, **overrides, **sizes))
+    assert gap < 1e-3, f"losses differ by {gap}"
+    return f"largest difference of {NUM_STEPS} losses {gap:.1e}"
+
+
+def check_batch_norm() -> str:
+    """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
+    code = (
+        "import json\nfrom vlmcourse.labs.batch_norm import compare_norms\n"
+        "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
+        "ranks = init_ranks()\nerrors = compare_norms(ranks)\n"
+        "print(json.dumps(errors)) if ranks.is_main else None\nshutdown_ranks()\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "norms.py"
+        script.write_text(code, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    errors = json.loads(done.stdout.splitlines()[-1])
+    right = {norm: sum(error < 1e-4 for error in of_norm.values()) for norm, of_norm in errors.items()}
+    assert right == {"BatchNorm": 0, "SyncBatchNorm": 1, "frozen BatchNorm": 3, "GroupNorm": 3}, errors
+    return f"cuts of 3 that are right: {right}"
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -218,6 +248,17 @@ CHECKS = (
         2,
         lambda: check_shared_samples(parallel__pp=2, parallel__pp_schedule="zbv"),
     ),
+    Check(
+        "fsdp with an exchange every micro-batch on 2 GPUs equals one GPU",
+        2,
+        lambda: check_accumulated("fsdp", parallel__gradient_sync="every"),
+    ),
+    Check(
+        "accumulation with square-root weights on 2 GPUs equals one GPU",
+        2,
+        lambda: check_accumulated("ddp", train__loss_weighting="sqrt"),
+    ),
+    Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
 )

@@ -144,11 +144,12 @@ BUGS: dict[str, tuple[str, int, Callable[[], contextlib.AbstractContextManager[N
     "model not distributed (fsdp)": ("fsdp", 1, not_distributed),
 }
 REFUSALS = {
+    "exchange of the first micro-batch only": "micro-batch 1 of 4: gradients were exchanged",
     "weights not shared (ddp)": "weights of rank 1 differ from rank 0's",
     "model not distributed (ddp)": "the model is a VLM, not a DistributedDataParallel",
     "model not distributed (fsdp)": "parts are not wrapped by fully_shard",
 }
-"""What is said to those of the bugs that are refused before the first step; all others train, to wrong numbers."""
+"""What is said to those of the bugs that are refused, at the latest in the first step; all others train wrongly."""
 
 
 def run(strategy: str, accumulation_steps: int, case: str, ranks: Ranks, num_steps: int | None = None) -> Recording:

@@ -26,6 +26,8 @@ import torch
 from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
+from vlmcourse.monitor.op_dtypes import measure_autocast_policy
+from vlmcourse.train.fp8 import has_real_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
@@ -62,7 +64,7 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
     Args:
         strategy: single, ddp or fsdp.
         nproc: ranks; one GPU each.
-        precision: fp32 or bf16.
+        precision: one of `config.PRECISIONS`.
         overrides: further values, by name with `__` for the dot.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +112,29 @@ def check_bf16() -> str:
     gap = largest_gap(train("single", 1), train("single", 1, "bf16"))
     assert gap < 0.1, f"losses of bf16 and fp32 differ by {gap:.4f}"
     return f"largest difference of losses to fp32 {gap:.4f}"
+
+
+def check_precision(precision: str, strategy: str = "single", nproc: int = 1) -> str:
+    """A precision of chapter 3 stays near fp32: fp16 with its scaler, bf16 weights, fp8."""
+    if precision != "fp16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise NotHereError(f"{torch.cuda.get_device_name(0)} computes no bf16")
+    gap = largest_gap(train("single", 1), train(strategy, nproc, precision))
+    assert gap < 0.3, f"losses of {precision} and fp32 differ by {gap:.4f}"
+    return f"largest difference of losses to fp32 {gap:.4f}"
+
+
+def check_real_fp8() -> str:
+    """Torchao's fp8 layers take the place of simulated ones, and train."""
+    if not has_real_fp8(torch.device("cuda", 0)):
+        raise NotHereError("needs a GPU of compute capability 8.9 or newer, and torchao")
+    return check_precision("fp8")
+
+
+def check_autocast_policy() -> str:
+    """Autocast on a GPU raises softmax and the loss to fp32, and lowers matrix products."""
+    policy = {row.op: row.policy for row in measure_autocast_policy(torch.float16, "cuda")}
+    assert policy["linear"] == "lowers" and policy["softmax"] == policy["cross_entropy"] == "raises", policy
+    return ", ".join(f"{op} {what}" for op, what in policy.items())
 
 
 def check_parity(strategy: str, *, tolerance: float = 1e-3, **overrides: Any) -> str:
@@ -226,6 +251,12 @@ def check_fsdp_memory() -> str:
 CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
+    Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
+    Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),
+    Check("bf16 weights rounded at random stay near fp32", 1, lambda: check_precision("bf16_pure")),
+    Check("fp8 products by torchao stay near fp32", 1, check_real_fp8),
+    Check("the policy of autocast on a GPU", 1, check_autocast_policy),
+    Check("fp16 on 2 GPUs under fsdp stays near fp32", 2, lambda: check_precision("fp16", "fsdp", 2)),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),

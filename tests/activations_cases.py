@@ -64,7 +64,9 @@ def deep_shape() -> VLMShape:
 def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
     """Make a step; return its loss, whole gradients, collectives, and the most that was kept."""
     parallel, keys, _ = STRATEGIES[strategy]
-    num_samples = 8 // (ranks.world_size if parallel.get("strategy", "single") != "single" and "cp" not in parallel else 1)
+    num_samples = 8 // (
+        ranks.world_size if parallel.get("strategy", "single") != "single" and "cp" not in parallel else 1
+    )
     steps = 4 if "pp" in parallel else 2
     table = {
         "train": {
@@ -97,6 +99,9 @@ def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
 
         trainer.before_update.append(keep)
         losses = [trainer.train_step().loss]
-    if policy == "full" and strategy in ("fsdp", "adaptive"):  # a second step: moved and gathered blocks are covered too
+    if policy == "full" and strategy in (
+        "fsdp",
+        "adaptive",
+    ):  # a second step: moved and gathered blocks are covered too
         losses.append(trainer.train_step().loss)
     return {"losses": losses, "gradients": gradients, "calls": calls, "peak_bytes": meter.peak_bytes}

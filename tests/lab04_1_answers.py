@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 def fronts_in_dictionaries(inputs, inside, costs, limit):
     """For each number of layers done: bytes kept -> (cost, segments)."""
     n = len(costs)
-    whole = [a + b for a, b in zip(inputs, inside)]
+    whole = [a + b for a, b in zip(inputs, inside, strict=True)]
     best = [{} for _ in range(n + 1)]
     best[0][0] = (0, [])
 
@@ -179,7 +179,7 @@ def without_live_segment(inputs, inside, costs, limit):
     """Least cost such that what is kept at the end of forward fits."""
     check_possible(inputs, inside, costs, limit)
     best = {0: (0, [])}
-    for i, (a, b, c) in enumerate(zip(inputs, inside, costs)):
+    for i, (a, b, c) in enumerate(zip(inputs, inside, costs, strict=True)):
         after = {}
         for kept, (spent, plan) in best.items():
             joined = [*plan[:-1], (plan[-1][0], i + 1)] if plan and plan[-1][1] == i else None
@@ -239,7 +239,7 @@ first_ones = one_by_one(lambda inside, costs, i: i)
 def single_layers_only(inputs, inside, costs, limit):
     check_possible(inputs, inside, costs, limit)
     best = {0: (0, [])}
-    for i, (a, b, c) in enumerate(zip(inputs, inside, costs)):
+    for i, (a, b, c) in enumerate(zip(inputs, inside, costs, strict=True)):
         after = {}
         for kept, (spent, plan) in best.items():
             if kept + a + b > limit:
@@ -249,21 +249,6 @@ def single_layers_only(inputs, inside, costs, limit):
                     after[size] = (value, new)
         best = after
     return min(best.values())[1] if best else []
-
-
-def too_careful(inputs, inside, costs, limit):
-    """Counts the largest segment on top of all that is ever kept."""
-    check_possible(inputs, inside, costs, limit)
-    for lower in range(limit, 0, -1):
-        try:
-            plan = fronts_in_dictionaries(inputs, inside, costs, lower)
-        except ValueError:
-            break
-        kept = sum(keeps for _, keeps in units(inputs, inside, plan))
-        largest = max([sum(inputs[a:b]) + sum(inside[a:b]) - inputs[a] for a, b in plan], default=0)
-        if kept + largest <= limit:
-            return plan
-    return [(0, len(costs))]
 
 
 def never_refuses(inputs, inside, costs, limit):
@@ -315,7 +300,6 @@ WRONG_PLANS = {
     "best ratio first": (best_ratio_first, "the most bytes for their cost first", (0, 5)),
     "first ones": (first_ones, "from the first one on", (0, 4)),
     "single layers": (single_layers_only, "your segments have one layer each", (1, 5.5)),
-    "too careful": (too_careful, "on top of everything that is ever kept", (0, 5.9)),
     "never refuses": (never_refuses, "no plan fits; raise a ValueError", (4, 5.9)),
     "ends included": (ends_included, "is no segment of", (0, 4)),
     "only starts": (only_starts, "return a list of pairs", (0, 3)),

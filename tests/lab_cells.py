@@ -12,11 +12,14 @@ from vlmcourse.grading.process import QUIET_KERNEL
 
 ROOT = Path(__file__).parents[1]
 CHAPTER = "ch01b_model_parallelism"
+CHAPTER_OF = {"lab04_1": "ch04_checkpointing"}
+"""Of labs elsewhere."""
 
 
 def read_cells(folder: str, exercise: str) -> dict[str, nbformat.NotebookNode]:
     """Return an exercise's cells by id, from "solutions" or "chapters"."""
-    notebook = nbformat.read(ROOT / folder / CHAPTER / f"{CHAPTER}.ipynb", as_version=4)
+    chapter = CHAPTER_OF.get(exercise, CHAPTER)
+    notebook = nbformat.read(ROOT / folder / chapter / f"{chapter}.ipynb", as_version=4)
     return {cell.id: cell for cell in notebook.cells if cell.id.startswith(f"{exercise}_")}
 
 

@@ -269,7 +269,9 @@ def test_selective_keeps_matrix_products_and_attention_and_runs_the_rest_again()
                 y = block(y)
             y.sum().backward()
         counts[policy] = counter.calls
-    products = {policy: of["addmm"] + of["_scaled_dot_product_flash_attention_for_cpu"] for policy, of in counts.items()}
+    products = {
+        policy: of["addmm"] + of["_scaled_dot_product_flash_attention_for_cpu"] for policy, of in counts.items()
+    }
     assert products["full"] > products["none"] == products["selective"]
     assert counts["selective"]["gelu"] == 2 * counts["none"]["gelu"] == counts["full"]["gelu"]
 

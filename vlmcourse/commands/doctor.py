@@ -64,6 +64,13 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks, two cells on 4",
         on_gpu="the same cells on NCCL, with times of the links between GPUs",
     ),
+    "ch04_checkpointing": Chapter(
+        title="Keep it or compute it again: activation checkpointing",
+        minutes=70,
+        min_memory_gib=3,
+        on_cpu="everything, one cell on 2 gloo ranks",
+        on_gpu="the same cells on NCCL; offloading goes over the bus to pinned memory",
+    ),
 }
 
 

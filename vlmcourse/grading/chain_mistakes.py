@@ -155,26 +155,14 @@ def best_equal_lengths(case: ChainCase) -> Segments:
     return min(plans, key=lambda plan: peak_bytes(case, plan))
 
 
-def best_with_full_live(case: ChainCase) -> Segments:
-    """Return the best plan if the largest unit were alive beside all that is ever kept, by lowering the limit."""
-    for limit in range(case.limit, 0, -1):
-        found = best_segments(dataclasses.replace(case, limit=limit))
-        if found is None:
-            break
-        plan = list(found)
-        largest = max([sum(case.sizes[s:e]) - case.inputs[s] for s, e in plan], default=0)
-        if kept_bytes(case, plan) + largest <= case.limit:
-            return plan
-    return [(0, case.num_layers)]
-
-
 RULES: tuple[tuple[str, Callable[[ChainCase], Segments]], ...] = (
     (
         "you recompute the largest layers first, one by one, until it fits: a segment of several keeps one input",
         cover_one_by_one(lambda case, i: -case.inside[i]),
     ),
     (
-        "you recompute the cheapest layers first, one by one, until it fits: bytes won for each cost matter, and segments",
+        "you recompute the cheapest layers first, one by one, until it fits: bytes won for their cost matter, and "
+        "segments",
         cover_one_by_one(lambda case, i: case.costs[i]),
     ),
     (
@@ -187,11 +175,6 @@ RULES: tuple[tuple[str, Callable[[ChainCase], Segments]], ...] = (
         cover_one_by_one(lambda case, i: i),
     ),
     ("your segments have one layer each: several in a row keep one input together", best_single_layers),
-    (
-        "you count the largest segment on top of everything that is ever kept: when backward gets there, what came "
-        "after it is gone",
-        best_with_full_live,
-    ),
     ("you cut the chain into equal segments: layers differ in bytes and cost", best_equal_lengths),
 )
 

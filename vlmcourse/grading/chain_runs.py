@@ -195,9 +195,7 @@ def run_reference(layers: Sequence[nn.Module], x: Tensor, segments: Segments) ->
     while position < len(layers):
         end = ends.get(position, position + 1)
         part = layers[position:end]
-        if position in ends:
-            x = library.checkpoint(nn.Sequential(*part), x, use_reentrant=False)
-        else:
-            x = part[0](x)
+        run = nn.Sequential(*part)
+        x = library.checkpoint(run, x, use_reentrant=False) if position in ends else run(x)
         position = end
     return x

@@ -47,7 +47,8 @@ class ChainCase:
         what = f" ({self.what})" if self.what else ""
         if self.num_layers > 9:
             return f"{self.num_layers} layers, limit {self.limit}{what}"
-        return f"inputs {list(self.inputs)}, inside {list(self.inside)}, costs {list(self.costs)}, limit {self.limit}{what}"
+        lists = f"inputs {list(self.inputs)}, inside {list(self.inside)}, costs {list(self.costs)}"
+        return f"{lists}, limit {self.limit}{what}"
 
 
 def find_units(case: ChainCase, segments: Segments) -> list[tuple[int, int, bool]]:
@@ -253,7 +254,9 @@ def two_towers(rng: random.Random) -> ChainCase:
     vision, language = rng.randrange(9, 13), rng.randrange(10, 15)
     a, b = rng.randrange(8, 12), rng.randrange(4, 7)
     inputs = [a] * vision + [b] * language
-    inside = [a * 4 + rng.randrange(0, 3) for _ in range(vision)] + [b * 7 + rng.randrange(0, 4) for _ in range(language)]
+    inside = [a * 4 + rng.randrange(0, 3) for _ in range(vision)] + [
+        b * 7 + rng.randrange(0, 4) for _ in range(language)
+    ]
     costs = [rng.randrange(3, 6) for _ in range(vision)] + [rng.randrange(5, 9) for _ in range(language)]
     return _bounded(rng, inputs, inside, costs, "two towers")
 

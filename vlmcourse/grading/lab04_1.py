@@ -111,8 +111,8 @@ def _read(outcome: Outcome, case: ChainCase) -> tuple[Segments, str]:
     for start, end in segments:
         if not 0 <= start < end <= case.num_layers:
             return [], (
-                f"({start}, {end}) is no segment of {case.num_layers} layers: 0 <= start < end <= {case.num_layers}, and "
-                "layer `end` is not part of it"
+                f"({start}, {end}) is no segment of {case.num_layers} layers: 0 <= start < end <= {case.num_layers}, "
+                "and layer `end` is not part of it"
             )
         if start < position:
             return [], f"segments overlap at layer {start}: `end` is the first layer that is not part of a segment"
@@ -138,7 +138,9 @@ def _explain_plan(case: ChainCase, segments: Segments) -> str:
     assert best is not None
     if peak > case.limit:
         layer = next(start for start, size in bytes_alive(case, segments) if size > case.limit)
-        return f"with {segments}, {peak} bytes are alive at once (backward at layer {layer}), {peak - case.limit} too many"
+        return (
+            f"with {segments}, {peak} bytes are alive at once (backward at layer {layer}), {peak - case.limit} too many"
+        )
     spent, least = cost(case, segments), cost(case, list(best))
     return f"{segments} fits and recomputes for {spent}, where {least} is enough"
 
@@ -151,7 +153,8 @@ def _refuses(function: Any, limit_s: float) -> bool:
     if outcome.error.startswith("ValueError"):
         return True
     got = outcome.error or f"{outcome.value!r:.60} was returned"
-    print(f"inputs {list(case.inputs)}, inside {list(case.inside)}, limit {impossible}: no plan fits; raise a ValueError ({got})")
+    sizes = f"inputs {list(case.inputs)}, inside {list(case.inside)}, limit {impossible}"
+    print(f"{sizes}: no plan fits; raise a ValueError ({got})")
     return False
 
 
@@ -224,13 +227,13 @@ def _judge_run(outcome: Outcome, case: RunCase) -> dict[str, str]:
     found |= _judge_calls(got, expected, case)
     if case.segments and got.kept > SLACK * expected.kept + SLACK_BYTES:
         found["bytes"] = (
-            f"{got.kept:,} bytes are alive when forward has ended, where {expected.kept:,} are needed (nothing recomputed: "
-            f"{plain.kept:,}): run segments without recording, and keep only their inputs"
+            f"{got.kept:,} bytes are alive when forward has ended, where {expected.kept:,} are needed (nothing "
+            f"recomputed: {plain.kept:,}): run segments without recording, and keep only their inputs"
         )
     elif case.segments and got.peak > SLACK * expected.peak + SLACK_BYTES:
         found["bytes"] = (
-            f"{got.peak:,} bytes are alive at most in backward, where {expected.peak:,} are needed: make one segment again "
-            "at a time, and let go of it"
+            f"{got.peak:,} bytes are alive at most in backward, where {expected.peak:,} are needed: make one "
+            "segment again at a time, and let go of it"
         )
     return found
 
@@ -245,7 +248,9 @@ def _judge_gradients(got: RunRecord, expected: RunRecord, case: RunCase) -> dict
         gradient = got.gradients[name]
         if gradient is None:
             covered = name != "the input" and int(name.split(":")[0].split()[1]) in case.covered
-            where = "a recomputed layer: backward must go through what was made again" if covered else "the chain is cut"
+            where = (
+                "a recomputed layer: backward must go through what was made again" if covered else "the chain is cut"
+            )
             if covered and not case.needs_input_gradient:
                 where = f"a recomputed layer: {NOT_RECORDED}"
             found["gradients"] = f"{name} got no gradient ({where})"

@@ -12,6 +12,7 @@ from vlmcourse.plots.activations import (
     plot_memory_and_time,
     plot_segment_lengths,
     plot_step_ledgers,
+    plot_towers,
 )
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
@@ -47,5 +48,6 @@ __all__ = [
     "plot_step_ledgers",
     "plot_strategies",
     "plot_tokens",
+    "plot_towers",
     "plot_training",
 ]

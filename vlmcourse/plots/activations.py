@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from vlmcourse.monitor.ledger import Sample
-from vlmcourse.plots.style import COLOURS, MB, new_figure
+from vlmcourse.plots.style import COLOURS, GB, MB, new_figure
 
 KB = 10**3
 LEDGER_STYLES: dict[str, tuple[str, str]] = {
@@ -71,7 +71,9 @@ def _draw_ledger(axes: Axes, samples: Sequence[Sample], owners: Sequence[str]) -
     for owner in owners:
         colour, hatch = LEDGER_STYLES[owner]
         top = [low + sizes.get(owner, 0) / MB for low, sizes in zip(bottom, of_place, strict=True)]
-        axes.fill_between(places, bottom, top, color=colour, hatch=hatch, edgecolor="white", lw=0.0, step="post", zorder=2)
+        axes.fill_between(
+            places, bottom, top, color=colour, hatch=hatch, edgecolor="white", lw=0.0, step="post", zorder=2
+        )
         bottom = top
     axes.set_xlim(0, len(samples) - 1)
     phases = [sample.phase for sample in samples]
@@ -135,7 +137,9 @@ def plot_segment_lengths(
     left.plot(lengths, peaks, "o", color=COLOURS["activations"], ms=7, label="measured")
     left.axhline(plain_peak, color=COLOURS["idle"], ls="--", label=f"nothing recomputed: {plain_peak:.0f}")
     left.axvline(best_length, color=COLOURS["communication"], ls=":", label=f"sqrt(L) = {best_length:.3g}")
-    left.set(xlabel="layers in a segment, k", ylabel="activations alive at most (layers)", title="Memory", ylim=(0, None))
+    left.set(
+        xlabel="layers in a segment, k", ylabel="activations alive at most (layers)", title="Memory", ylim=(0, None)
+    )
     left.legend(frameon=False, fontsize=8)
     right.plot(lengths, times, "s-", color=COLOURS["loss"], lw=1)
     right.axhline(4 / 3, color=COLOURS["communication"], ls="--", label="one more forward: 4/3")
@@ -175,6 +179,36 @@ def plot_memory_and_time(cases: Mapping[str, tuple[float, float]], title: str) -
         xlim=(0.9, max(1.6, 1.15 * latest)),
         title=title,
     )
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_towers(cases: Mapping[str, Mapping[str, float]], title: str, unit_bytes: int = GB) -> Figure:
+    """Draw the activations of the towers, one stacked bar a case.
+
+    Args:
+        cases: bytes by tower (vision, language), by the name of the case, drawn from top to bottom.
+        title: the message.
+        unit_bytes: of the axis, GB or MB.
+
+    Returns:
+        A figure of horizontal bars.
+    """
+    figure, axes = new_figure(1.4 + 0.34 * len(cases))
+    styles = {"vision": (COLOURS["exact_match"], "///"), "language": (COLOURS["activations"], "")}
+    for row, sizes in enumerate(cases.values()):
+        start = 0.0
+        for tower, size in sizes.items():
+            colour, hatch = styles[tower]
+            label = tower if row == 0 else None
+            axes.barh([row], [size / unit_bytes], left=start, color=colour, hatch=hatch, edgecolor="white", label=label)
+            start += size / unit_bytes
+        axes.text(start, row, f" {start:.1f}", va="center", fontsize=9)
+    longest = max(sum(sizes.values()) for sizes in cases.values()) / unit_bytes
+    axes.set(ylim=(len(cases) - 0.4, -0.6), xlim=(0, 1.12 * longest), title=title)
+    axes.set_yticks(range(len(cases)), list(cases), fontsize=9)
+    axes.set_xlabel(f"kept for backward ({'GB' if unit_bytes == GB else 'MB'})")
+    axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

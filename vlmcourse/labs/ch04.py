@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from vlmcourse.config import TrainConfig
@@ -102,6 +103,32 @@ def measure_policies(
         policy: (peaks[policy], times[policy] / times[first], relative_error(gradients[policy], gradients[first]))
         for policy in policies
     }
+
+
+def list_kept(run: Callable[[], Any]) -> list[list[int]]:
+    """Return the shapes of the tensors that autograd keeps in a run, one for each time it keeps one."""
+    shapes: list[list[int]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(list(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return shapes
+
+
+def bytes_kept_with_repeats(run: Callable[[], Any]) -> int:
+    """Return the bytes of all tensors that autograd keeps, weights among them, counted each time they are kept."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(sizes)
 
 
 def activation_peak(model: nn.Module, run: Callable[[], Any]) -> int:

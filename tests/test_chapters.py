@@ -19,6 +19,7 @@ POINTS = {
     "ch01b_model_parallelism": (22, 0),
     "ch02_accumulation": (16, 2),
     "ch03_precision": (16, 5),
+    "ch04_checkpointing": (12, 0),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
 

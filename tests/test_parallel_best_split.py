@@ -112,7 +112,7 @@ def test_the_search_that_leaves_splits_out_misses_none_that_is_better(
 ) -> None:
     draw = random.Random(schedule)
     two = SCHEDULES[schedule].stages_per_rank == 2
-    for number in range(24):
+    for number in range(10):
         num_vision, num_language = draw.randint(2, 5), draw.randint(3, 6)
         pp, num_microbatches = (draw.choice((2, 3)), 6) if two else (draw.choice((2, 4, 5)), draw.choice((5, 8)))
         shape = shape_of(num_vision, num_language)
@@ -136,7 +136,7 @@ def test_the_search_that_leaves_splits_out_misses_none_that_is_better(
         assert hasty.is_exact == (hasty.least_s == hasty.step_s)
 
 
-LARGE = [("1f1b", 16, 64), ("interleaved", 4, 8), ("zbv", 4, 16), ("dualpipev", 4, 16), ("gpipe", 16, 64)]
+LARGE = [("1f1b", 16, 32), ("interleaved", 4, 8), ("zbv", 4, 16), ("dualpipev", 4, 16), ("gpipe", 16, 64)]
 
 
 @pytest.mark.parametrize(("schedule", "pp", "num_microbatches"), LARGE)
@@ -192,7 +192,7 @@ def test_no_mixture_of_paths_is_longer_than_a_step(schedule: str) -> None:
         mixture = sum(share * counts for share, (_, counts) in zip(_shares(draw, 20), longest, strict=True))
         for cut, seconds in zip(edges, lengths, strict=True):
             assert (mixture * paths.stage_s(cut)).sum() <= seconds * (1 + ROUNDING)
-    found_s, mixture, _, _ = paths.mix(paths.allowed, [counts for _, counts in longest[:3]], edges[0], float("inf"), 40)
+    found_s, mixture, _, _ = paths.mix(paths.allowed, [counts for _, counts in longest[:3]], float("inf"), 40)
     best_s = min(step_s(times, split) for split in splits_of(present))
     assert 0.8 * best_s <= found_s <= best_s * (1 + ROUNDING)
     assert found_s <= min((mixture * paths.stage_s(cut)).sum() for cut in edges) * (1 + ROUNDING)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlmcourse.parallel.played_step import Cuts, Player
-from vlmcourse.parallel.step_paths import Array, StepPaths, best_split_for, through_each
+from vlmcourse.parallel.step_paths import Array, Mixture, StepPaths, through_each
 
 WIDTHS = (300, 3_000, 30_000)
 """How many unfinished splits go on after a cut, try after try."""
@@ -26,6 +26,8 @@ ROUNDS = 40
 MIXTURES = 3
 """Mixtures made for the unfinished splits after a cut, if there are more than `FEW`."""
 FEW = 300
+KEPT = 40
+"""Mixtures that the next try begins with: those that ended most."""
 ROUNDING = 1e-9
 """The share by which a step must be shorter to count as shorter."""
 
@@ -73,6 +75,9 @@ def _least_sums(left: Array, right: Array) -> Array:
         some = left[np.ix_(rows, between)][:, :, None] + right[np.ix_(between, columns)][None]
         sums[np.ix_(rows, columns)] = some.min(1)
     return sums
+
+
+Pairs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ class SplitSearch:
         for width in WIDTHS:
             least_s = max(least_s, self._rule_out())
             self.dropped_s = np.inf
-            if least_s < self.to_beat_s and self.allowed.any((1, 2)).all():
+            if least_s < self.to_beat_s:
                 self._try(width)
             least_s = max(least_s, min(self.dropped_s, self.best_s))
             if least_s >= self.to_beat_s:
@@ -134,27 +139,23 @@ class SplitSearch:
 
     def _rule_out(self) -> float:
         """Forbid what no better split has on a stage; return seconds that no split is below."""
-        edges, least_s = (0, *self.best, self.num_layers), 0.0
-        stressed = self.paths.stress(self.paths.stage_s(edges))
+        stressed = self.paths.stress(self.paths.stage_s((0, *self.best, self.num_layers)))
         self.mixtures += stressed
         for _ in range(2):
             for counts in self.mixtures:
                 weighed = self.paths.weigh(counts, self.allowed)
                 self.allowed = self.allowed & (through_each(weighed) < self.to_beat_s)
-            found_s, mixture = self._mix(self.allowed, stressed, edges, ROUNDS)
-            least_s = max(least_s, min(found_s, self.best_s))
-            if least_s >= self.to_beat_s:
-                break
-            self.mixtures.append(mixture)
-        return least_s
+            mixture = self._mix(self.allowed, stressed, ROUNDS)
+            self.mixtures.append(mixture.counts)
+        return min(mixture.seconds, self.best_s)
 
-    def _mix(self, allowed: Array, paths: list[Array], edges: Sequence[int], num_rounds: int) -> tuple[float, Array]:
+    def _mix(self, allowed: Array, starts: list[Array], num_rounds: int) -> Mixture:
         """Mix paths; keep those met, and the best of the splits met."""
-        found_s, mixture, met, splits = self.paths.mix(allowed, paths, edges, self.to_beat_s, num_rounds)
-        self.met += met
-        if splits:
-            self._play([split[1:-1] for split in splits])
-        return found_s, mixture
+        mixture = self.paths.mix(allowed, starts, self.to_beat_s, num_rounds)
+        self.met += mixture.paths
+        if mixture.splits:
+            self._play([edges[1:-1] for edges in mixture.splits])
+        return mixture
 
     def _play(self, candidates: list[Cuts]) -> None:
         cuts, step_s = self.player.best_of(candidates)
@@ -181,11 +182,12 @@ class SplitSearch:
                 part = part.take(np.sort(order[:width]))
         if len(part.edges):
             self._play([tuple(cuts) for cuts in part.edges[:, 1:-1].tolist()])
-        self.mixtures = [bound.counts for bound in bounds if bound.num_ended]
+        useful = sorted((bound for bound in bounds if bound.num_ended), key=lambda bound: -bound.num_ended)
+        self.mixtures = [bound.counts for bound in useful[:KEPT]]
 
     def _fix(self, part: _Part, edge: int, bounds: list[_Bound]) -> _Part:
         """Return all ways to fix one more edge that may lead to a better split."""
-        known = _known(part)
+        known = np.flatnonzero(part.edges[0] >= 0).tolist()
         before, behind = max(e for e in known if e < edge), min(e for e in known if e > edge)
         may_be = np.broadcast_to(self.allowed[edge].any(1), (len(part.edges), self.num_layers + 1))
         if before == edge - 1:
@@ -196,21 +198,20 @@ class SplitSearch:
         edges = part.edges[parent]
         edges[:, edge] = layer
         spans = [(a, b) for a, b in ((before, edge), (edge, behind)) if b == a + 1]
-        return self._end(_Part(edges, part.spent, part.least_s[parent]), parent, list(enumerate(bounds)), spans)
+        gaps = [(a, b) for a, b in pairwise(sorted([*known, edge])) if b > a + 1]
+        new = _Part(edges, part.spent, part.least_s[parent])
+        return self._end(new, parent, list(enumerate(bounds)), spans, gaps)
 
-    def _end(
-        self, part: _Part, parent: Array, bounds: list[tuple[int, _Bound]], spans: Sequence[tuple[int, int]]
-    ) -> _Part:
+    def _end(self, part: _Part, parent: Array, bounds: list[tuple[int, _Bound]], spans: Pairs, gaps: Pairs) -> _Part:
         """End what a bound speaks against, and keep the rest.
 
         Args:
             part: with `spent` as it was before.
             parent: which line of that belongs to each of the splits.
             bounds: with their columns in it.
-            spans: pairs of edges of which one has just been fixed, with one stage between.
+            spans: fixed edges with one stage between that is new to these bounds.
+            gaps: fixed edges with several stages between.
         """
-        known = _known(part)
-        gaps = [(a, b) for a, b in pairwise(known) if b > a + 1]
         left = np.arange(len(part.edges))
         for column, bound in sorted(bounds, key=lambda numbered: -numbered[1].num_ended):
             sums_s = part.spent[parent[left], column]
@@ -228,21 +229,13 @@ class SplitSearch:
 
     def _narrow(self, part: _Part, bounds: list[_Bound]) -> _Part:
         """Mix paths for the most promising of unfinished splits, and end all that the mixture speaks against."""
-        chosen, known = part.edges[part.least_s.argmin()], _known(part)
-        allowed, layers = self.allowed.copy(), np.arange(self.num_layers + 1)
+        chosen, layers, allowed = part.edges[part.least_s.argmin()], np.arange(self.num_layers + 1), self.allowed.copy()
+        known = np.flatnonzero(chosen >= 0).tolist()
         for edge in known[1:-1]:
             allowed[edge, layers != chosen[edge]] = False
             allowed[edge - 1][:, layers != chosen[edge]] = False
-        some_s, split = best_split_for(self.paths.weigh(bounds[-1].counts, allowed))
-        if np.isfinite(some_s):
-            _, mixture = self._mix(allowed, [*self.met[-40:], bounds[-1].counts], split, ROUNDS // 4)
-            bounds.append(_Bound(mixture, self.paths.weigh(mixture, self.allowed), self.turn))
-            part = replace(part, spent=np.pad(part.spent, ((0, 0), (0, 1))))
-            spans = [(a, b) for a, b in pairwise(known) if b == a + 1]
-            part = self._end(part, np.arange(len(part.edges)), [(len(bounds) - 1, bounds[-1])], spans)
-        return part
-
-
-def _known(part: _Part) -> list[int]:
-    """Return which edges are fixed."""
-    return np.flatnonzero(part.edges[0] >= 0).tolist()
+        mixture = self._mix(allowed, [bounds[-1].counts, *self.met[-KEPT:]], ROUNDS // 4).counts
+        bounds.append(_Bound(mixture, self.paths.weigh(mixture, self.allowed), self.turn))
+        part = replace(part, spent=np.pad(part.spent, ((0, 0), (0, 1))))
+        spans, gaps = ([(a, b) for a, b in pairwise(known) if (b > a + 1) == wide] for wide in (False, True))
+        return self._end(part, np.arange(len(part.edges)), [(len(bounds) - 1, bounds[-1])], spans, gaps)

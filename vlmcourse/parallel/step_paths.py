@@ -10,9 +10,9 @@ stage; and no split has a shorter step than that. Chapter 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
 from vlmcourse.parallel.played_step import Player, backward_costs
 from vlmcourse.parallel.timeline import needed_by
@@ -23,6 +23,18 @@ STRESS = (2.0, 100.0)
 """How many times as slow a rank is made to find the paths on which it matters."""
 CLOSE = 1e-4
 """The share to which a mixture is made as good as can be; a worse one is only a lower bound."""
+
+
+class Mixture(NamedTuple):
+    """What a search for a mixture of paths has found."""
+
+    seconds: float
+    """What it takes with the split that is best for it; infinite if no split is allowed."""
+    counts: Array
+    paths: list[Array]
+    """Met on the way."""
+    splits: list[tuple[int, ...]]
+    """Met on the way, as edges."""
 
 
 class StepPaths:
@@ -83,9 +95,7 @@ class StepPaths:
         weighed[0] = np.tensordot(counts[:, 0], self._seconds[0], 1)
         return np.where(allowed, weighed, np.inf)
 
-    def mix(
-        self, allowed: Array, starts: Sequence[Array], edges: Sequence[int], enough_s: float, num_rounds: int
-    ) -> tuple[float, Array, list[Array], list[tuple[int, ...]]]:
+    def mix(self, allowed: Array, starts: Sequence[Array], enough_s: float, num_rounds: int) -> Mixture:
         """Find the mixture of paths whose best split is slowest.
 
         A game of two: one mixes splits, one mixes paths, a linear program says how from the moves known so far, and to
@@ -94,31 +104,28 @@ class StepPaths:
         Args:
             allowed: which layers may stand on each stage.
             starts: paths to begin with.
-            edges: a split to begin with.
             enough_s: seconds from which on no slower one is looked for.
             num_rounds: how many answers to ask for.
-
-        Returns:
-            Seconds of the best split, infinite if there is none, the mixture, the paths met and the splits met.
         """
-        paths, splits, met, lowest_s, best = list(starts), [self.stage_s(edges)], [], 0.0, starts[0]
+        lowest_s, edges = best_split_for(self.weigh(starts[0], allowed))
+        best, paths, met = starts[0], list(starts), [edges]
+        splits = [self.stage_s(edges)]
         for _ in range(num_rounds):
-            value_s, of_paths, of_splits = _solve_game(np.array(splits), np.array(paths))
-            mixture = np.tensordot(of_paths, np.array(paths), 1)
-            found_s, found = best_split_for(self.weigh(mixture, allowed))
-            if found_s > lowest_s:
-                lowest_s, best = found_s, mixture
             if lowest_s >= enough_s:
                 break
-            met.append(found)
-            cost_s = self.stage_s(found)
+            value_s, of_paths, of_splits = _solve_game(np.array(splits), np.array(paths))
+            mixture = np.tensordot(of_paths, np.array(paths), 1)
+            found_s, edges = best_split_for(self.weigh(mixture, allowed))
+            met.append(edges)
+            if found_s > lowest_s:
+                lowest_s, best = found_s, mixture
             path_s, path = self.longest(np.tensordot(of_splits, np.array(splits), 1))
             splits_end, paths_end = found_s >= value_s * (1 - CLOSE), path_s <= value_s * (1 + CLOSE)
             if splits_end and paths_end:
                 break
-            splits += [] if splits_end else [cost_s]
+            splits += [] if splits_end else [self.stage_s(edges)]
             paths += [] if paths_end else [path]
-        return lowest_s, best, paths[len(starts) :], met
+        return Mixture(lowest_s, best, paths[len(starts) :], met if lowest_s < np.inf else [])
 
 
 def _number_needs(player: Player) -> list[tuple[int, int, int, int]]:
@@ -162,6 +169,8 @@ def through_each(weighed: Array) -> Array:
 
 def _solve_game(splits: Array, paths: Array) -> tuple[float, Array, Array]:
     """Return the value of the game of splits against paths, the mixture of paths, and that of splits."""
+    from scipy.optimize import linprog  # half a second, which every rank would wait for at its start
+
     seconds = splits.reshape(len(splits), -1) @ paths.reshape(len(paths), -1).T
     scale = seconds.max() or 1.0
     num_splits, num_paths = seconds.shape

@@ -91,8 +91,8 @@ def find_best_split(
         search = SplitSearch(player, may_be_stage, _order_of_cuts(schedule, num_stages), _cuts_of(by_cost))
         cuts, step_s, least_s, num_tried = search.run()
     if present_s <= step_s * (1 + ROUNDING):
-        cuts, least_s = _cuts_of(present), present_s if least_s >= step_s else min(least_s, present_s)
-        step_s = present_s
+        least_s = present_s if least_s >= step_s else min(least_s, present_s)
+        cuts, step_s = _cuts_of(present), present_s
     return BestSplit(split_at(shape, cuts), step_s, least_s, num_tried)
 
 

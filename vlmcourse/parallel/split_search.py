@@ -20,7 +20,10 @@ from vlmcourse.parallel.played_step import Cuts, Player
 from vlmcourse.parallel.step_paths import Array, Mixture, StepPaths, through_each
 
 WIDTHS = (300, 3_000, 30_000)
-"""How many unfinished splits go on after a cut, try after try."""
+"""How many unfinished splits go on after a cut, try after try. With these, the best of 59 unlike layers on 8 ranks was
+proven for 1f1b in 0.2 s of one processor, for zbv and interleaved in 10 s. Interleaved with the vision tower frozen
+took 33 s and left 0.2 % open.
+"""
 ROUNDS = 40
 """Answers asked for to mix paths for all splits; a quarter of it for some."""
 MIXTURES = 3

@@ -19,7 +19,7 @@ from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_poi
 from vlmcourse.grading import ex04_3
 from vlmcourse.grading.format_cases import GROUPS, make_choices, make_formats, make_gradients
 
-EXERCISE, CHAPTER = "ex04_3", "ch03_precision"
+EXERCISE = "ex04_3"
 POINTS = {
     "ex04_3_a_facts": 5,
     "ex04_3_b_plain": 2,

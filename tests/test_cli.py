@@ -63,6 +63,12 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     assert done.stdout.rstrip().endswith("False")
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "vlmcourse", "trian"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: vlmcourse [") and "did you mean 'train'?" in done.stderr
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_explains_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -244,6 +244,8 @@ def test_one_host_needs_no_meeting_place(capsys: pytest.CaptureFixture[str]) -> 
         (["--target", "k8s", "--image", "x", "--namespace", "A"], "--namespace 'A': must be"),
         (["--target", "k8s", "--image", "x", "--claim", "a_b"], "--claim 'a_b': must be"),
         (["--target", "k8s", "--image", "x", "--memory", "lots"], "--memory 'lots': must be a number with a unit"),
+        (["--target", "k8s", "--image", "x", "--memory", "64"], "--memory '64': must be a number with a unit"),
+        (["--target", "k8s", "--image", "x", "--memory", "1.5"], "--memory '1.5': must be a number with a unit"),
         (["--target", "k8s", "--image", "x", "--claim", ""], "--claim '': must not be empty"),
         (["--target", "k8s", "--image", "x", "--set", "run.output_dir=/data"], "a run writes to /runs, where --claim"),
         (["--target", "k8s", "--image", "x", "--resume"], "--resume without --claim: pods start with an empty folder"),
@@ -290,7 +292,11 @@ def test_a_file_is_written_once_and_overwritten_only_with_force(
     assert outcome["path"] == str(out) and outcome["text"] == out.read_text() != first
     assert "there is no folder" in refusal(capsys, "--target", "slurm", "--out", str(tmp_path / "none" / "a"))
     (tmp_path / "folder").mkdir()
-    assert "it cannot be written" in refusal(capsys, "--target", "slurm", "--out", str(tmp_path / "folder"), "--force")
+    for force in ([], ["--force"]):
+        message = refusal(capsys, "--target", "slurm", "--out", str(tmp_path / "folder"), *force)
+        assert f"--out {tmp_path}/folder: this is a folder: name a file in it, such as {tmp_path}/folder/job" in message
+        assert "--force" not in message
+    assert "it cannot be written" in refusal(capsys, "--target", "slurm", "--out", str(tmp_path / ("a" * 300)))
 
 
 def test_launch_needs_no_torch() -> None:

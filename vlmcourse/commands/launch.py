@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -285,9 +286,11 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a text to a file.
 
     Raises:
-        ValueError: if there is one already and it is not to be overwritten, or it cannot be written.
+        ValueError: if it is a folder, there is one already and it is not to be overwritten, or it cannot be written.
         FileNotFoundError: if there is no such folder.
     """
+    if os.path.isdir(path):  # unlike Path's own, without an error for a name that is too long
+        raise ValueError(f"--out {path}: this is a folder: name a file in it, such as {path / 'job'}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--out {path}: there is no folder {path.parent}: make it first")
     try:

@@ -209,6 +209,39 @@ def test_two_hosts_get_a_command_each(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"# on {host}:\n{command}\n" in outcome["text"]
 
 
+def test_a_file_of_commands_says_that_it_is_no_script_and_where_each_belongs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--target", "torchrun", "--hosts", "h1,h2", "--out", str(tmp_path / "t.sh")]
+    shown = launch(capsys, *flags)
+    outcome = json.loads(launch(capsys, *flags, "--force", "--json"))
+    assert outcome["hosts"] == ["h1", "h2"]
+    first, second = outcome["commands"]
+    assert shown == (
+        f"wrote {tmp_path}/t.sh, a list of commands, one a machine, and no script; start\n"
+        f"  on h1: {first}\n  on h2: {second}\n"
+    )
+    assert (tmp_path / "t.sh").read_text().startswith("# A list of commands, one a machine, and no script: bash would")
+
+
+def test_what_auto_chooses_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["launch", TINY, "--target", "slurm", "--nodes", "2", "--set", "parallel.strategy=auto"]
+    assert cli.main(flags) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash\n")
+    reason = "parallel.strategy = 'auto' chose fsdp: 16 ranks, at most 16: shards (fsdp), and the language tower's"
+    assert shown.err.startswith(reason) and shown.err.count("\n") == 1
+    assert cli.main([*flags, "--json"]) == 0
+    shown = capsys.readouterr()
+    outcome = json.loads(shown.out)
+    assert (outcome["strategy"], outcome["choice"] + "\n") == ("fsdp", shown.err)
+    assert cli.main([*flags, "--set", f"model.hf_folder={tmp_path}/none", "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["strategy"] == "auto" and "is left to the ranks, which choose when they start" in outcome["choice"]
+    outcome = json.loads(launch(capsys, "--target", "slurm", "--json"))
+    assert (outcome["strategy"], outcome["choice"]) == ("ddp", "")
+
+
 def test_one_host_needs_no_meeting_place(capsys: pytest.CaptureFixture[str]) -> None:
     text = launch(capsys, "--target", "torchrun", "--cpu", "--nproc-per-node", "2")
     train = ["-m", "vlmcourse.cli", "train", TINY]

@@ -11,12 +11,14 @@ import argparse
 import json
 import os
 import shlex
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlmcourse.commands.launch_request import count_nodes, find_folder_problems, find_problems, list_hosts
 from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
-from vlmcourse.commands.train import add_config_arguments, check_degrees, parse_overrides
+from vlmcourse.commands.start import choose_degrees
+from vlmcourse.commands.train import add_config_arguments, parse_overrides
 from vlmcourse.config import TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
     DEFAULT_PORT,
@@ -43,10 +45,24 @@ class Launch:
     """What a person types, one command a machine; empty where a file is handed in."""
     submit: str = ""
     """The command that the file is handed in with."""
+    hosts: tuple[str, ...] = ()
+    """The machine of each command, where there are several."""
+    strategy: str = ""
+    """How the ranks will share the work; auto where they choose themselves when they start."""
+    choice: str = ""
+    """What auto chose and why; empty under another strategy."""
 
     def commands_for(self, path: Path | None) -> list[str]:
         """Return what a person types where the text is saved in `path`."""
         return [f"{self.submit} {shlex.quote(str(path or 'FILE'))}"] if self.submit else list(self.commands)
+
+    def tell(self, path: Path) -> str:
+        """Return what a person is told once the text is in `path`."""
+        commands = self.commands_for(path)
+        if not self.hosts:
+            return "\n  ".join([f"wrote {path}; start it with", *commands])
+        lines = [f"on {host}: {command}" for host, command in zip(self.hosts, commands, strict=True)]
+        return "\n  ".join([f"wrote {path}, a list of commands, one a machine, and no script; start", *lines])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     launch = build_launch(args, config)
     if args.out is not None:
         write_file(args.out, launch.text, overwrite=args.force)
-    commands = launch.commands_for(args.out)
+    if launch.choice:  # not on stdout, which may go to a file or to sbatch
+        print(launch.choice, file=sys.stderr)
     if args.json:
         nodes = count_nodes(args)
         data = {
@@ -99,20 +116,23 @@ def run(args: argparse.Namespace) -> int:
             "nodes": nodes,
             "nproc_per_node": args.nproc_per_node,
             "world_size": nodes * args.nproc_per_node,
+            "strategy": launch.strategy,
+            "choice": launch.choice,
             "path": None if args.out is None else str(args.out),
-            "commands": commands,
+            "commands": launch.commands_for(args.out),
+            "hosts": list(launch.hosts),
             "text": launch.text,
         }
         print(json.dumps(data))
     elif args.out is None:
         print(launch.text, end="")
     else:
-        print("\n  ".join([f"wrote {args.out}; start it with", *commands]))
+        print(launch.tell(args.out))
     return 0
 
 
 def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
-    """Check the request and write the text for its target.
+    """Check the request and the run, and write the text for its target.
 
     Raises:
         ValueError: naming everything that cannot be used.
@@ -120,16 +140,21 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
     problems = find_problems(args)
     name = args.name or config.run.name
     if args.target == "k8s":
-        pods = _read_pods(args, name)
-        problems += check_pods(pods) + find_folder_problems(args, config)
+        problems += check_pods(_read_pods(args, name)) + find_folder_problems(args, config)
     elif not name.isprintable() or not name.strip():
         problems.append(f"--name {name!r}: must be printable text")
     if problems:
         raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
+    settled, choice = choose_degrees(config, count_nodes(args) * args.nproc_per_node)
+    return replace(_write_target(args, name), strategy=settled.strategy, choice=choice)
+
+
+def _write_target(args: argparse.Namespace, name: str) -> Launch:
+    """Write the text of a request that has been checked."""
     nodes = count_nodes(args)
-    check_degrees(config, nodes * args.nproc_per_node)
     if args.target == "k8s":
         toml = Path(args.config).read_text(encoding="utf-8-sig")
+        pods = _read_pods(args, name)
         return Launch(write_pytorchjob(pods, toml, tuple(train_flags(args))), submit="kubectl apply -f")
     job = TorchrunJob(
         command=(*TRAIN, args.config, *train_flags(args)), nproc=args.nproc_per_node, nnodes=(nodes, nodes)
@@ -167,11 +192,12 @@ def _write_torchrun(args: argparse.Namespace, job: TorchrunJob) -> Launch:
     if len(hosts) < 2:
         return Launch(f"{commands[0]}\n", (commands[0],))
     head = (
-        f"# One command a machine, in the same folder on each. They wait for each other at {jobs[0].endpoint}.\n"
+        "# A list of commands, one a machine, and no script: bash would start the first of them and no other.\n"
+        f"# Start each on its machine, in the same folder. They wait for each other at {jobs[0].endpoint}.\n"
         "# Rank 0 writes the run's folder and may be on any of them: let them share it.\n"
     )
     parts = [f"# on {host}:\n{command}\n" for host, command in zip(hosts, commands, strict=True)]
-    return Launch("\n".join([head, *parts]), tuple(commands))
+    return Launch("\n".join([head, *parts]), tuple(commands), hosts=tuple(hosts))
 
 
 def _read_pods(args: argparse.Namespace, name: str) -> PodRequest:

@@ -19,17 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.commands.gpu_order import order_gpus
-from vlmcourse.config import ConfigError, TrainConfig, check_batch, load_config
+from vlmcourse.commands.start import check_degrees, find_shape
+from vlmcourse.config import ConfigError, TrainConfig, load_config
 from vlmcourse.config_files import check_files
-from vlmcourse.layout import ParallelConfig, find_layout
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
-from vlmcourse.planner.degrees import settle
 from vlmcourse.planner.grid import share_table
-from vlmcourse.planner.hf_config import read_hf_shape
-from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.train.folder import (
     POINTER_NAME,
     aside,
@@ -124,23 +121,6 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             overrides[key.strip()] = value.strip()
     return overrides
-
-
-def check_degrees(config: TrainConfig, world_size: int) -> ParallelConfig:
-    """Refuse a number of ranks, degrees or samples that the run cannot use; return them without auto; see `settle`."""
-    settled, _ = settle(config.parallel, world_size, find_shape(config), config.train.accumulation_steps)
-    if settled.strategy != "auto":
-        check_batch(config, find_layout(settled, world_size).dp_degree)
-    return settled
-
-
-def find_shape(config: TrainConfig) -> VLMShape | None:
-    """Return the shape of the run's model; None where it is in a folder that is not on this machine.
-
-    Raises:
-        ValueError: if the folder's config.json cannot be used.
-    """
-    return read_hf_shape(config.model.hf_folder) if config.model.hf_folder else get_model(config.model.preset)
 
 
 def _order_gpus(config: TrainConfig) -> None:

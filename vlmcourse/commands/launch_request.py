@@ -10,6 +10,7 @@ import argparse
 import re
 
 from vlmcourse.commands.pytorchjob import RUNS_FOLDER
+from vlmcourse.commands.start import MAX_PORT
 from vlmcourse.config import RunConfig, TrainConfig
 
 FLAGS_OF = {
@@ -21,7 +22,6 @@ FLAGS_OF = {
 CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]*")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
-MAX_PORT = 65535
 
 
 def count_nodes(args: argparse.Namespace) -> int:

@@ -66,6 +66,18 @@ def test_wrong_choices_are_told_their_mistake(name: str, capsys: Any) -> None:
         assert words in said.out and not said.err, said.out
 
 
+def test_the_teams_numbers_are_graded_one_by_one(capsys: Any) -> None:
+    assert ex04_2.check_v100(lambda: (128, 16), 2) == 2
+    assert capsys.readouterr().out == ""
+    wrong = {(128, 2): "not by what factor", (16, 16): "one rank's", (128, 128): "all 8 GPUs", (64, 16): "multiply"}
+    for answer, words in wrong.items():
+        assert ex04_2.check_v100(lambda answer=answer: answer, 2) == 1
+        assert words in capsys.readouterr().out
+    for answer in (128, None, (128,), ("many", 16)):
+        assert ex04_2.check_v100(lambda answer=answer: answer, 2) == 0
+        assert "return two numbers" in capsys.readouterr().out
+
+
 def test_clusters_are_of_every_kind() -> None:
     for seed in (1, 2, 97531):
         cases = ex04_2.make_batch_cases(seed, 14)

@@ -133,17 +133,17 @@ def test_cases_are_what_their_groups_say_and_differ_by_seed() -> None:
 
 
 def test_the_notebook_asks_what_is_tested_here() -> None:
-    assert stated_points(EXERCISE, CHAPTER) == POINTS | {"ex04_3_d": 5}
-    cells = read_cells("solutions", EXERCISE, CHAPTER)
+    assert stated_points(EXERCISE) == POINTS | {"ex04_3_d": 5}
+    cells = read_cells("solutions", EXERCISE)
     visible = [re.findall(r"seed, num_cases = (\d+), (\d+)", cells[name].source) for name in POINTS]
     assert all(pairs[0] == ("1", "6") and int(pairs[1][0]) > 10**5 and int(pairs[1][1]) == 12 for pairs in visible)
-    released = read_cells("chapters", EXERCISE, CHAPTER)
-    for line in hidden_seeds(EXERCISE, CHAPTER):
+    released = read_cells("chapters", EXERCISE)
+    for line in hidden_seeds(EXERCISE):
         assert all(line not in cell.source for cell in released.values())
 
 
 def test_the_reference_answers_are_right() -> None:
-    space = reference(EXERCISE, "ex04_3_a", "ex04_3_b", "ex04_3_c", chapter=CHAPTER)
+    space = reference(EXERCISE, "ex04_3_a", "ex04_3_b", "ex04_3_c")
     assert grade_facts(space["format_facts"]) == 5
     assert grade_survivors(space["survivors"]) == 5
     assert grade_choice(space["choose_format"]) == 6
@@ -151,6 +151,6 @@ def test_the_reference_answers_are_right() -> None:
 
 @pytest.mark.notebook
 def test_the_blank_release_prints_one_line_a_cell_and_gives_no_points() -> None:
-    for name, (printed, result) in run_blank(EXERCISE, CHAPTER).items():
+    for name, (printed, result) in run_blank(EXERCISE).items():
         assert "is not solved yet" in printed and len(printed.splitlines()) <= 2, name
         assert float(result) == 0

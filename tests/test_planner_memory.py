@@ -335,3 +335,21 @@ def test_every_device_names_its_source():
 
     assert all("datasheet" in device.source for device in DEVICES.values())
     assert all(cluster.source and cluster.device in DEVICES for cluster in CLUSTERS.values())
+
+
+def test_policies_of_a_plan_keep_between_everything_and_inputs():
+    def activations(**policies: str) -> int:
+        return estimate_activation_bytes(Plan(**policies), MODEL, Workload(), stage=0)
+
+    assert activations(recompute_vision="full", recompute_language="full") == activations()
+    everything = estimate_activation_bytes(Plan(activation_checkpointing=False), MODEL, Workload(), stage=0)
+    assert activations(recompute_vision="none", recompute_language="none") == everything
+    each_other = activations(recompute_language="every:2")
+    selective = activations(recompute_language="selective")
+    assert activations() < each_other < everything and activations() < selective < everything
+    # Exactly: half of the layers whole, inputs of the others, and one layer live, which is not more than is kept.
+    size, n = 2048 * MODEL.language.hidden_size, MODEL.language.num_layers
+    assert each_other - activations() == pytest.approx(size * (34 - 2) * (n // 2), rel=1e-9)
+    assert selective - activations() == pytest.approx(size * ((22 - 2) * n - 22), rel=1e-9)
+    with pytest.raises(ValueError, match="recompute_vision"):
+        Plan(recompute_vision="all")

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from vlmcourse.values import at_least_one, at_least_zero, check_values, did_you_mean
+from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, did_you_mean
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto")
 WHOLE_WEIGHTS = ("single", "ddp", "zero1")
@@ -97,6 +97,8 @@ class ParallelConfig:
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
+        if found := check_types(self, "parallel"):
+            return found
         found = check_values(self, "parallel", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
         for name, known in (
             ("strategy", STRATEGIES),
@@ -282,12 +284,15 @@ def align(rows: list[list[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def check_chosen(config: ParallelConfig) -> None:
-    """Refuse a strategy that is not chosen yet.
+def check_usable(config: ParallelConfig) -> None:
+    """Refuse a configuration that no model can be distributed by, however it was made: in Python or from a file.
 
     Raises:
-        ValueError: if it is auto; the message says what chooses.
+        ConfigError: listing every wrong value and contradiction.
+        ValueError: if the strategy is auto; the message says what chooses.
     """
+    if found := config.problems():
+        raise ConfigError("The parallel configuration", found)
     if config.strategy == "auto":
         raise ValueError(
             "parallel.strategy = 'auto' is not chosen yet: planner.degrees.settle(config, world_size, shape, "

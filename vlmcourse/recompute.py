@@ -94,14 +94,14 @@ class ActivationsConfig:
         selective = [tower for tower in towers if getattr(self, tower) == "selective"]
         if selective and parallel.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
             found.append(
-                f"activations.{selective[0]} = 'selective' with parallel.pp_schedule = {parallel.pp_schedule!r}: it runs "
-                "backward in two parts, and what a selective segment keeps is handed out once; choose 'full', or "
+                f"activations.{selective[0]} = 'selective' with parallel.pp_schedule = {parallel.pp_schedule!r}: it "
+                "runs backward in two parts, and what a selective segment keeps is handed out once; choose 'full', or "
                 "'1f1b', 'gpipe' or 'interleaved'"
             )
         if parallel.adaptive and "sqrt" in (self.vision, self.language):
             found.append(
-                "activations: 'sqrt' with parallel.adaptive = true: the scheduler measures and moves single blocks, and "
-                "a segment of several runs as one; choose 'full', or leave adaptive out"
+                "activations: 'sqrt' with parallel.adaptive = true: the scheduler measures and moves single blocks, "
+                "and a segment of several runs as one; choose 'full', or leave adaptive out"
             )
         if self.offload and parallel.tp > 1:
             found.append(

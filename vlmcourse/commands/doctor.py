@@ -78,6 +78,13 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks; fp8 as casts before fp32 products",
         on_gpu="bf16 from compute capability 8.0, fp8 products from 8.9 with torchao; before that fp16",
     ),
+    "ch04_checkpointing": Chapter(
+        title="Keep it or compute it again: activation checkpointing",
+        minutes=70,
+        min_memory_gib=3,
+        on_cpu="everything, one cell on 2 gloo ranks",
+        on_gpu="the same cells on NCCL; offloading goes over the bus to pinned memory",
+    ),
 }
 
 

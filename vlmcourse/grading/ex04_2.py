@@ -141,6 +141,35 @@ def _show(lines: Sequence[str], sentences: Sequence[str]) -> None:
             print(f"It looks as if {sentence}.")
 
 
+def check_v100(function: Any, points: float) -> float:
+    """Grade `v100() -> (samples of a step, accumulation for 256 samples)`, half the points each.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    outcome = call(function)
+    if outcome.error:
+        print("v100 is not solved yet" if outcome.unsolved else outcome.error)
+        return 0.0
+    try:
+        got = [as_number(item) for item in outcome.value]
+    except TypeError:
+        got = []
+    if len(got) != 2 or None in got:
+        print(f"return two numbers (samples of a step, accumulation for 256), not {outcome.value!r:.80}")
+        return 0.0
+    samples = effective_batch_size(V100.micro_batch, V100.accumulation, V100.dp_degree)
+    (choice,) = nearest_accumulation(V100.target, V100.micro_batch, V100.dp_degree)
+    if got[0] != samples:
+        ideas = {16.0: "that is one rank's, or one micro-batch's, part of a step", 256.0: "that is the target"}
+        print(f"samples of a step: {got[0]:g} is not right; {ideas.get(got[0] or 0, 'multiply the three numbers')}")
+    if got[1] != choice.accumulation_steps:
+        ideas = {2.0: "say how many micro-batches, not by what factor", 128.0: "all 8 GPUs have samples of their own"}
+        advice = ideas.get(got[1] or 0, "divide by what one round takes")
+        print(f"accumulation for 256: {got[1]:g} is not right; {advice}")
+    return award(points, (got[0] == samples) + (got[1] == choice.accumulation_steps), 2)
+
+
 # --- b. How to reach a target ---------------------------------------------------------------------------------------
 
 

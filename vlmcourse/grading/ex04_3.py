@@ -13,6 +13,7 @@ from typing import Any
 from vlmcourse.grading.checks import award, call, explain_signature
 from vlmcourse.grading.format_cases import (
     FACTS,
+    GROUPS,
     Choice,
     Gradients,
     facts_of,
@@ -25,6 +26,7 @@ from vlmcourse.planner.formats import FloatFormat
 
 MAX_SHOWN = 3
 TOLERANCE = 1e-9
+LEVELS = {"easy": GROUPS[:2], "hard": GROUPS[2:]}
 FATES = ("zero", "subnormal", "normal", "overflow")
 
 
@@ -138,6 +140,11 @@ def check_survivors(function: Any, points: float, seed: int, num_cases: int = 6,
 
 def _is_list(value: Any, length: int) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == length
+
+
+def check_choices(function: Any, level: str, points: float, seed: int, num_cases: int = 6) -> float:
+    """Grade `choose_format` on the two groups of a level, "easy" or "hard", each for half of the points."""
+    return sum(check_choice(function, group, points / 2, seed, num_cases) for group in LEVELS[level])
 
 
 def check_choice(function: Any, group: str, points: float, seed: int, num_cases: int = 6) -> float:

@@ -16,14 +16,21 @@ from torch import Tensor, nn
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.samples import IGNORE_LABEL, Batch
+from vlmcourse.labs.ch01 import check_prediction, guess, print_table
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.monitor.activations import ActivationMeter
+from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.formats import FloatFormat
 from vlmcourse.presets import MODELS, VLMShape
+from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.nan_finder import LossOf
 from vlmcourse.train.rounding import stochastic_round
+from vlmcourse.train.scaler import LossScaler
 from vlmcourse.train.trainer import Trainer
 
+__all__ = ["check_prediction", "guess", "print_table"]
+"""Taken over from chapter 1 for the notebook; everything else here is meant for it too."""
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 
 
@@ -212,3 +219,54 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
         tiles_per_sample=batch.tiles_per_sample,
         sample_ids=batch.sample_ids,
     )
+
+
+# --- Runs to look at ------------------------------------------------------------------------------------------------
+
+
+def life_of_a_scale(ranks: Ranks, num_steps: int, initial_scale: float, growth_interval: int) -> dict[str, list[Any]]:
+    """Train in fp16 with a scaler that starts too high and grows soon; returns the scale of each step, and skips.
+
+    Args:
+        ranks: this process's place; with several, the run is ddp.
+        num_steps: optimizer steps.
+        initial_scale: of the scaler.
+        growth_interval: good steps before it doubles.
+    """
+    trainer = lab_trainer(lab_config("fp16", "ddp" if ranks.world_size > 1 else "single"), ranks)
+    trainer.scaler = LossScaler(
+        ranks,
+        initial_scale=initial_scale,
+        growth_interval=growth_interval,
+        num_averaged=trainer.place.layout.summed_degree,
+    )
+    reports = [trainer.train_step() for _ in range(num_steps)]
+    return {
+        "scales": [report.loss_scale for report in reports],
+        "skipped": [report.skipped for report in reports],
+        "losses": [report.loss for report in reports],
+    }
+
+
+def measured_bytes(precision: str) -> dict[str, float]:
+    """Return what one parameter costs in a precision, counted after a step: bytes by owner, divided by parameters."""
+    trainer = lab_trainer(lab_config(precision))
+    while trainer.train_step().skipped:  # an optimizer that has made no step keeps nothing
+        pass
+    num = sum(p.numel() for p in trainer.model.parameters())
+    ledger = measure_ledger(trainer.model, trainer.optimizer)
+    counters = 4 * len(list(trainer.model.parameters()))  # one step counter a tensor
+    return {
+        "weights": ledger.weights_bytes / num,
+        "gradients": ledger.gradients_bytes / num,
+        "optimizer": (ledger.optimizer_bytes - counters) / num,
+    }
+
+
+def activation_bytes(precision: str) -> int:
+    """Return the most bytes that autograd keeps for backward in one forward pass of the small model."""
+    trainer = lab_trainer(lab_config(precision))
+    (batch,) = trainer.load_step(0)
+    with ActivationMeter() as meter:
+        micro_batch_loss_sum(trainer.model, batch, precision).backward()
+    return meter.peak_bytes

@@ -15,20 +15,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from vlmcourse.config import TrainConfig
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Batch
 from vlmcourse.data.tokenizer import load_tokenizer
+from vlmcourse.grading.chains import ChainCase, bytes_alive
 from vlmcourse.labs.ch01 import check_prediction, flat_gradient, guess, print_table, relative_error
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.monitor.ledger import StepLedger
+from vlmcourse.parallel.counting import CollectiveCounter
+from vlmcourse.parallel.gather import gather_plain_state
+from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.recompute import plan_segments, split_segments
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.activations import cover_blocks
+from vlmcourse.train.trainer import Trainer
 
 __all__ = ["check_prediction", "flat_gradient", "guess", "print_table", "relative_error"]
 MAX_SEQ_LEN = 256
@@ -96,6 +103,32 @@ def measure_policies(
         policy: (peaks[policy], times[policy] / times[first], relative_error(gradients[policy], gradients[first]))
         for policy in policies
     }
+
+
+def list_kept(run: Callable[[], Any]) -> list[list[int]]:
+    """Return the shapes of the tensors that autograd keeps in a run, one for each time it keeps one."""
+    shapes: list[list[int]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(list(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return shapes
+
+
+def bytes_kept_with_repeats(run: Callable[[], Any]) -> int:
+    """Return the bytes of all tensors that autograd keeps, weights among them, counted each time they are kept."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(sizes)
 
 
 def activation_peak(model: nn.Module, run: Callable[[], Any]) -> int:
@@ -230,27 +263,73 @@ class GeluDropoutLayer(nn.Module):
         """Apply the block; [batch, seq, width] in and out."""
         q, k, v = self.qkv(self.norm1(x_BSD)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed_BSD = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        # The operation that a GPU runs: its mask has one byte an element. On a CPU nn.Dropout's mask has the input's type.
+        # The operation that a GPU runs, with a mask of one byte an element; nn.Dropout's on a CPU has the input's type.
         x_BSD = x_BSD + torch.native_dropout(self.out(mixed_BSD), 0.1, True)[0]
         return x_BSD + torch.native_dropout(self.down(F.gelu(self.up(self.norm2(x_BSD)))), 0.1, True)[0]
 
 
-# --- Lab 4.1: a chain by hand and by the library --------------------------------------------------------------------
+# --- Towers of a real size, by the formula --------------------------------------------------------------------------
 
 
-def run_with_library(layers: Sequence[nn.Module], x: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
-    """Run a chain whose segments [start, end) `torch.utils.checkpoint` recomputes; what the lab's answer must match."""
-    starts = dict(segments)
-    position = 0
-    while position < len(layers):
-        end = starts.get(position, position)
-        if end > position:
-            x = checkpoint(nn.Sequential(*layers[position:end]), x, use_reentrant=False)
-            position = end
-        else:
-            x = layers[position](x)
-            position += 1
-    return x
+def tower_bytes(shape: VLMShape, num_tiles: int, num_text_tokens: int, policies: Mapping[str, str]) -> dict[str, int]:
+    """Count what the two towers of a model keep of one sample in 16 bits, by the derived formula.
+
+    Args:
+        shape: of the model; its image features take positions in the language tower.
+        num_tiles: tiles of the picture.
+        num_text_tokens: other positions.
+        policies: by tower, full or none; under full one block is whole besides all inputs.
+
+    Returns:
+        Bytes by tower at the fullest moment, with norms as a GPU runs them.
+    """
+    vision, language = shape.vision, shape.language
+    positions = num_text_tokens + num_tiles * shape.num_visual_tokens_per_tile
+    blocks = {
+        "vision": count_vision_layer_bytes(vision, num_tiles, 1 + vision.num_patches, 2, fused_norms=True),
+        "language": count_language_layer_bytes(language, 1, positions, 2, fused_norms=True),
+    }
+    found = {}
+    for tower, kept in blocks.items():
+        num_layers, whole = getattr(shape, tower).num_layers, sum(kept.values())
+        covered = policies[tower] == "full"
+        found[tower] = num_layers * kept["norm1 input"] + whole if covered else num_layers * whole
+    return found
+
+
+# --- Ranks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RankResult:
+    """One step of one rank under a strategy and a policy."""
+
+    kept_bytes: int
+    """Activations that autograd kept at most."""
+    num_collectives: int
+    """Of forward and backward."""
+    gradient: Tensor
+    """Of all parameters, whole, in one vector."""
+    loss: float
+
+
+def step_under(config: TrainConfig) -> RankResult:
+    """Make one optimizer step as a configuration says and measure it; all ranks must call this."""
+    trainer = Trainer(config, show_progress=False)
+    kept: list[tuple[int, Tensor]] = []
+    with ActivationMeter() as meter, CollectiveCounter() as counter:
+
+        def keep(trainer: Trainer) -> None:
+            num_calls = len(counter.calls)
+            whole = gather_plain_state(trainer.model, trainer.shape, gradients=True)
+            kept.append((num_calls, torch.cat([whole[name].flatten() for name in sorted(whole)] or [torch.zeros(0)])))
+
+        trainer.before_update.append(keep)
+        loss = trainer.train_step().loss
+    return RankResult(meter.peak_bytes, *kept[0], loss)
+
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
 
 
 def as_rows(results: Mapping[str, tuple[float, float, float]]) -> list[list[object]]:
@@ -258,3 +337,9 @@ def as_rows(results: Mapping[str, tuple[float, float, float]]) -> list[list[obje
     return [
         [name, f"{size / 10**6:.2f}", f"{ratio:.2f}", f"{error:.0e}"] for name, (size, ratio, error) in results.items()
     ]
+
+
+def plan_of(inputs: Sequence[int], inside: Sequence[int], segments: Sequence[tuple[int, int]]) -> Any:
+    """Return what `plots.plot_chain_plans` takes of a plan: segments, and bytes alive as backward goes."""
+    case = ChainCase(inputs=tuple(inputs), inside=tuple(inside), costs=(1,) * len(inputs), limit=0)
+    return list(segments), bytes_alive(case, list(segments))

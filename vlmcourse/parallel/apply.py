@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
-from vlmcourse.layout import SHARDED, Layout, check_chosen, find_layout
+from vlmcourse.layout import SHARDED, Layout, check_usable, find_layout
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.compression import compress_gradients
@@ -66,7 +66,7 @@ def apply_strategy(
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
-    check_chosen(config)
+    check_usable(config)
     if config.tp * config.cp * config.pp > 1:
         as_vlm(model)
     place = place or find_place(config, ranks)
@@ -160,7 +160,7 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
         RuntimeError: if the wrapper, the group's size, the shards or the equality of weights over ranks is wrong.
     Communicates: whole weights: an all-gather of 8 bytes a parameter; shards: an all-reduce of 16 bytes.
     """
-    check_chosen(config)
+    check_usable(config)
     layout = place.layout if place is not None else find_layout(config, ranks.world_size)
     where = f"rank {ranks.rank}: strategy {config.strategy!r}"
     if ranks.world_size > 1:

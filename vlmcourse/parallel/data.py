@@ -71,5 +71,6 @@ def shard_optimizer(groups: Iterable[dict[str, Any]], optimizer_class: type[Opti
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return what keeps the state on this rank: its own part of a sharded optimizer (ZeRO-1), else the optimizer."""
-    sharding = sys.modules.get("torch.distributed.optim")  # not imported where nothing is sharded
-    return optimizer.optim if sharding and isinstance(optimizer, sharding.ZeroRedundancyOptimizer) else optimizer
+    sharding: Any = sys.modules.get("torch.distributed.optim")  # not imported where nothing is sharded
+    own: Any = optimizer
+    return own.optim if sharding and isinstance(own, sharding.ZeroRedundancyOptimizer) else own

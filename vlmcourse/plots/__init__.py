@@ -14,6 +14,7 @@ from vlmcourse.plots.activations import (
     plot_memory_and_time,
     plot_segment_lengths,
     plot_step_ledgers,
+    plot_towers,
 )
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
@@ -68,5 +69,6 @@ __all__ = [
     "plot_strategies",
     "plot_sync",
     "plot_tokens",
+    "plot_towers",
     "plot_training",
 ]

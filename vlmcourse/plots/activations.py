@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from vlmcourse.monitor.ledger import Sample
-from vlmcourse.plots.style import COLOURS, MB, new_figure
+from vlmcourse.plots.style import COLOURS, GB, MB, new_figure
 
 KB = 10**3
 LEDGER_STYLES: dict[str, tuple[str, str]] = {
@@ -19,7 +19,7 @@ LEDGER_STYLES: dict[str, tuple[str, str]] = {
     "optimizer": (COLOURS["optimizer"], ".."),
     "gradients": (COLOURS["gradients"], ""),
     "activations": (COLOURS["activations"], ""),
-    "recomputed": (COLOURS["activations"], "///"),
+    "recomputed": ("#8FD9BF", "///"),
     "temporary": (COLOURS["idle"], ""),
     "other": ("#666666", ""),
 }
@@ -45,18 +45,19 @@ def plot_step_ledgers(steps: Mapping[str, Sequence[Sample]], title: str) -> Figu
     if not steps or not all(steps.values()):
         raise ValueError("there is no sample to draw: run a step inside `with StepLedger(model, optimizer)`")
     figure, panels = new_figure(3.8, 1, len(steps), sharey=True, squeeze=False)
+    highest = max(sample.total_bytes for samples in steps.values() for sample in samples) / MB
     owners = [o for o in LEDGER_STYLES if any(o in s.by_owner() for samples in steps.values() for s in samples)]
     for axes, (name, samples) in zip(panels[0], steps.items(), strict=True):
         _draw_ledger(axes, samples, owners)
         peak = max(samples, key=lambda sample: sample.total_bytes)
         axes.plot([samples.index(peak)], [peak.total_bytes / MB], "v", color="black", ms=6)
         axes.set_title(f"{name}: at most {peak.total_bytes / MB:.1f} MB", fontsize=10)
-        axes.set_xlabel("operations since the start")
+        axes.set(xlabel="operations since the start", ylim=(0, 1.15 * highest))
     panels[0][0].set_ylabel("bytes alive (MB)")
     handles = [
         Patch(facecolor=LEDGER_STYLES[owner][0], hatch=LEDGER_STYLES[owner][1], edgecolor="white") for owner in owners
     ]
-    figure.legend(handles, owners, loc="outside lower center", ncols=min(len(owners), 8), frameon=False, fontsize=9)
+    figure.legend(handles, owners, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.suptitle(title)
     return figure
 
@@ -70,18 +71,18 @@ def _draw_ledger(axes: Axes, samples: Sequence[Sample], owners: Sequence[str]) -
     for owner in owners:
         colour, hatch = LEDGER_STYLES[owner]
         top = [low + sizes.get(owner, 0) / MB for low, sizes in zip(bottom, of_place, strict=True)]
-        axes.fill_between(places, bottom, top, color=colour, hatch=hatch, edgecolor="white", lw=0.0, step="post")
+        axes.fill_between(
+            places, bottom, top, color=colour, hatch=hatch, edgecolor="white", lw=0.0, step="post", zorder=2
+        )
         bottom = top
-    highest = max(sample.total_bytes for sample in samples) / MB
-    axes.set(xlim=(0, len(samples) - 1), ylim=(0, 1.18 * highest))
+    axes.set_xlim(0, len(samples) - 1)
     phases = [sample.phase for sample in samples]
-    for phase in PHASES:
-        if phase in phases:
-            start = phases.index(phase)
-            axes.axvline(start, color="black", lw=0.8, ls=":")
-            axes.text(
-                start + 0.01 * len(samples), 0.985, phase, transform=axes.get_xaxis_transform(), va="top", fontsize=8
-            )
+    starts = [phases.index(phase) for phase in PHASES if phase in phases]
+    for start, end in zip(starts, [*starts[1:], len(samples)], strict=True):
+        axes.axvline(start, color="black", lw=0.8, ls=":")
+        name = phases[start] if end - start > 0.2 * len(samples) else phases[start][:3] + "."
+        place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
+        axes.text((start + end) / 2, 0.985, name, fontsize=8, **place)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -178,6 +179,36 @@ def plot_memory_and_time(cases: Mapping[str, tuple[float, float]], title: str) -
         xlim=(0.9, max(1.6, 1.15 * latest)),
         title=title,
     )
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_towers(cases: Mapping[str, Mapping[str, float]], title: str, unit_bytes: int = GB) -> Figure:
+    """Draw the activations of the towers, one stacked bar a case.
+
+    Args:
+        cases: bytes by tower (vision, language), by the name of the case, drawn from top to bottom.
+        title: the message.
+        unit_bytes: of the axis, GB or MB.
+
+    Returns:
+        A figure of horizontal bars.
+    """
+    figure, axes = new_figure(1.4 + 0.34 * len(cases))
+    styles = {"vision": (COLOURS["exact_match"], "///"), "language": (COLOURS["activations"], "")}
+    for row, sizes in enumerate(cases.values()):
+        start = 0.0
+        for tower, size in sizes.items():
+            colour, hatch = styles[tower]
+            label = tower if row == 0 else None
+            axes.barh([row], [size / unit_bytes], left=start, color=colour, hatch=hatch, edgecolor="white", label=label)
+            start += size / unit_bytes
+        axes.text(start, row, f" {start:.1f}", va="center", fontsize=9)
+    longest = max(sum(sizes.values()) for sizes in cases.values()) / unit_bytes
+    axes.set(ylim=(len(cases) - 0.4, -0.6), xlim=(0, 1.12 * longest), title=title)
+    axes.set_yticks(range(len(cases)), list(cases), fontsize=9)
+    axes.set_xlabel(f"kept for backward ({'GB' if unit_bytes == GB else 'MB'})")
+    axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

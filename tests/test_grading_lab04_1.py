@@ -1,0 +1,247 @@
+"""Lab 4.1: plans against the exact optimum, runs against the library; wrong ones are named, right ones lose nothing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+
+import pytest
+import torch
+from lab04_1_answers import RIGHT_PLANS, RIGHT_RUNS, WRONG_PLANS, WRONG_RUNS, recursion_with_memory
+from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
+from torch import nn
+
+from vlmcourse.grading import lab04_1
+from vlmcourse.grading.chain_runs import make_runs, record_run, run_reference
+from vlmcourse.grading.chains import (
+    GROUPS,
+    ChainCase,
+    best_segments,
+    bytes_alive,
+    cost,
+    credit,
+    kept_bytes,
+    lowest_limit,
+    make_chains,
+    peak_bytes,
+)
+from vlmcourse.labs import ch04
+from vlmcourse.monitor.activations import ActivationMeter
+
+EXERCISE = "lab04_1"
+POINTS = {"lab04_1_small": 3, "lab04_1_large": 3, "lab04_1_run_test": 6}
+pytestmark = pytest.mark.timeout(300)
+torch.set_num_threads(1)
+
+
+def read_cases() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return seed and number of cases of each graded cell, as its visible and hidden tests have them."""
+    cells = read_cells("solutions", EXERCISE)
+    found: dict[str, dict[str, tuple[int, ...]]] = {"visible": {}, "hidden": {}}
+    for name in POINTS:
+        pairs = re.findall(r"^seed(?:, num_cases)? = ([\d, ]+)$", cells[name].source, re.M)
+        for tests, pair in zip(found, pairs, strict=True):
+            found[tests][name] = tuple(map(int, pair.split(",")))
+    return found
+
+
+CASES = read_cases()
+
+
+def grade_plan(function, tests: str = "hidden", limit_s: float = 5.0) -> float:
+    """Grade a function on both groups."""
+    return sum(
+        lab04_1.check_plan(function, group, POINTS[f"lab04_1_{group}"], *CASES[tests][f"lab04_1_{group}"], limit_s)
+        for group in GROUPS
+    )
+
+
+def grade_run(function, tests: str = "hidden") -> float:
+    return lab04_1.check_run(function, POINTS["lab04_1_run_test"], *CASES[tests]["lab04_1_run_test"])
+
+
+def remember(function):
+    """Let a function compute each case once: visible and hidden tests ask for some twice."""
+    found: dict = {}
+
+    @functools.wraps(function)
+    def remembering(inputs, inside, costs, limit):
+        key = (*inputs, *inside, *costs, limit)
+        if key not in found:
+            found[key] = function(inputs, inside, costs, limit)
+        return found[key]
+
+    return remembering if len(inspect.signature(function).parameters) == 4 else function
+
+
+@pytest.mark.parametrize(
+    "function", [*RIGHT_PLANS, "reference"], ids=lambda function: getattr(function, "__name__", function)
+)
+def test_right_plan_in_any_style_gets_full_marks(function, capsys):
+    function = reference(EXERCISE, "lab04_1_plan")["choose_segments"] if function == "reference" else function
+    assert grade_plan(function) == 6
+    assert capsys.readouterr().out == "small: 11 of 11 cases\nlarge: 4 of 4 cases\n"
+    assert grade_plan(function, "visible") == 6
+    assert capsys.readouterr().out == "small: 6 of 6 cases\nlarge: 2 of 2 cases\n"
+
+
+@pytest.mark.parametrize("name", WRONG_PLANS)
+def test_wrong_plan_loses_points_and_is_named(name, capsys):
+    function, words, (fewest, most) = WRONG_PLANS[name]
+    assert fewest <= grade_plan(remember(function), limit_s=1.0) <= most
+    said = capsys.readouterr()
+    assert words in said.out and said.err == ""
+
+
+@pytest.mark.parametrize(
+    "function", [*RIGHT_RUNS, "reference"], ids=lambda function: getattr(function, "__name__", function)
+)
+def test_right_run_in_any_style_gets_full_marks(function, capsys):
+    if function == "reference":
+        namespace = reference(EXERCISE, "lab04_1_plan")
+        exec("from torch import nn\n" + read_cells("solutions", EXERCISE)["lab04_1_run"].source, namespace)
+        function = namespace["run_chain"]
+    for tests in ("visible", "hidden"):
+        assert grade_run(function, tests) == 6
+        assert "wrong" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", WRONG_RUNS)
+def test_wrong_run_loses_points_and_is_named(name, capsys):
+    function, words, (fewest, most) = WRONG_RUNS[name]
+    for tests in ("visible", "hidden"):
+        assert fewest <= grade_run(function, tests) <= most
+        said = capsys.readouterr()
+        assert words in said.out and said.err == ""
+
+
+def test_no_wrong_answer_is_told_nothing_and_enough_are_tried():
+    assert len(WRONG_PLANS) >= 12 and len(WRONG_RUNS) >= 12
+    assert len(RIGHT_PLANS) >= 4 and len(RIGHT_RUNS) >= 4
+
+
+def test_optimum_is_that_of_trying_everything():
+    for case in make_chains("small", seed=5, num_cases=10):
+        plans = [plan for plan in all_plans(case.num_layers) if peak_bytes(case, plan) <= case.limit]
+        best = best_segments(case)
+        assert best is not None and cost(case, list(best)) == min(cost(case, plan) for plan in plans)
+        assert lowest_limit(case) == min(peak_bytes(case, plan) for plan in all_plans(case.num_layers))
+
+
+def all_plans(num_layers: int, start: int = 0):
+    if start >= num_layers:
+        yield []
+        return
+    for rest in all_plans(num_layers, start + 1):
+        yield rest
+    for end in range(start + 1, num_layers + 1):
+        for rest in all_plans(num_layers, end):
+            yield [(start, end), *rest]
+
+
+def test_last_segment_never_gains_from_running_again():
+    for case in make_chains("small", 11, 10):
+        for plan in all_plans(case.num_layers):
+            if plan and plan[-1][1] == case.num_layers:
+                assert peak_bytes(case, plan[:-1]) == peak_bytes(case, plan)
+
+
+def test_example_of_the_task_is_right():
+    case = ChainCase(inputs=(2, 2, 2), inside=(6, 6, 2), costs=(1, 3, 5), limit=14)
+    assert peak_bytes(case, []) == 20
+    assert bytes_alive(case, [(0, 1)]) == [(2, 14), (1, 10), (0, 8)]
+    assert best_segments(case) == ((0, 1),) and cost(case, [(0, 1)]) == 1
+
+
+def test_memory_of_a_plan_is_that_of_a_real_chain():
+    """Kept and highest bytes by the task's rule equal those that autograd and recomputation really hold."""
+    torch.manual_seed(0)
+    layers = [ch04.TanhLayer(16, torch.Generator().manual_seed(i)) for i in range(6)]
+    size = 32 * 16 * 4
+    case = ChainCase(inputs=(size,) * 6, inside=(0,) * 6, costs=(1,) * 6, limit=10**9)
+    for segments in ([], [(0, 2)], [(0, 2), (2, 5)], [(1, 4)]):
+        x = torch.randn(32, 16) * torch.ones((), requires_grad=True)
+        with ActivationMeter() as meter:
+            y = run_reference(layers, x, segments)
+        # The rule leaves the last layer's output out; tanh keeps it where the last layer stays.
+        assert meter.live_bytes == kept_bytes(case, segments) + size
+        y.sum().backward()
+
+
+def test_credit_is_one_for_the_least_and_nothing_over_the_limit():
+    case = ChainCase(inputs=(2, 2, 2), inside=(6, 6, 2), costs=(1, 3, 5), limit=14)
+    assert credit(case, [(0, 1)]) == 1 and credit(case, []) == 0
+    assert credit(case, [(1, 2)]) == 0  # 8 + 2 + 4 fits 14, at three times the cost
+    assert peak_bytes(case, [(1, 2)]) == 16
+    free = ChainCase(inputs=(2,), inside=(3,), costs=(1,), limit=9)
+    assert credit(free, []) == 1 and credit(free, [(0, 1)]) == 0
+
+
+def test_cases_hold_what_the_exercise_promises():
+    for seed in (1, 71, 640217):
+        small, large = make_chains("small", seed, 10), make_chains("large", seed, 4)
+        assert max(case.num_layers for case in small) <= 8 and min(case.num_layers for case in large) >= 19
+        assert any(best_segments(case) == () for case in small)  # room for everything
+        assert any(case.limit == lowest_limit(case) for case in small if case.num_layers > 1)
+        assert max(case.num_layers for case in large) <= 30
+        for case in (*small, *large):
+            assert best_segments(case) is not None
+    with pytest.raises(ValueError, match="choose one of small, large"):
+        make_chains("medium", 1, 1)
+
+
+def test_runs_of_the_library_and_of_the_plain_chain_differ_in_bytes_only():
+    for case in make_runs(seed=3):
+        again = record_run(run_reference, case, allow_library=True)
+        plain = record_run(lambda layers, x, _: nn.Sequential(*layers)(x), case, allow_library=True)
+        assert torch.equal(again.output, plain.output) and again.draw == plain.draw
+        for name, gradient in again.gradients.items():
+            assert torch.equal(gradient, plain.gradients[name])
+        assert (again.kept < plain.kept) == bool(case.segments)
+        assert again.calls == [1 + (i in case.covered) for i in range(len(case.hidden))]
+
+
+def test_errors_and_strange_values_cost_points_and_raise_nothing(capsys):
+    def fails(inputs, inside, costs, limit):
+        raise KeyError("mine")
+
+    for function in (fails, None, 3, lambda *_: "text", lambda *_: [(0, 1, 2)], lambda *_: [(0.5, 1)], lambda x: x):
+        assert grade_plan(function) <= 0.5
+        assert grade_run(function if callable(function) else None) == 0
+    said = capsys.readouterr()
+    assert "KeyError" in said.out and "your function must take" in said.out and said.err == ""
+
+
+def test_answer_gets_copies_of_the_numbers():
+    def pops(inputs, inside, costs, limit):
+        found = recursion_with_memory(inputs, inside, costs, limit)
+        costs.clear()
+        inputs.clear()
+        return found
+
+    assert grade_plan(pops) == 6
+
+
+def test_points_are_those_that_the_exercise_states():
+    assert stated_points(EXERCISE) == POINTS
+
+
+def test_visible_cases_and_the_release_do_not_give_the_hidden_ones_away():
+    released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
+    assert len(seeds) == 3 and not any(seed in released for seed in seeds)
+    assert "HIDDEN" not in released and "ways[" not in released and "fork_rng(devices=[]), torch" not in released
+    assert read_cells("chapters", EXERCISE).keys() == read_cells("solutions", EXERCISE).keys()
+    for group in GROUPS:
+        visible, hidden = (make_chains(group, *CASES[tests][f"lab04_1_{group}"]) for tests in ("visible", "hidden"))
+        shared = set(visible) & set(hidden)
+        assert not [case for case in shared if case.num_layers > 1], list(itertools.islice(shared, 3))
+
+
+@pytest.mark.notebook
+def test_run_all_on_the_blank_release_goes_on_to_its_end():
+    found = run_blank(EXERCISE)
+    unsolved = {"lab04_1_small": "choose_segments", "lab04_1_large": "choose_segments", "lab04_1_run_test": "run_chain"}
+    assert found == {name: (f"{function} is not solved yet", "0.0") for name, function in unsolved.items()}

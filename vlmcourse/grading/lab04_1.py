@@ -1,0 +1,290 @@
+"""Lab 4.1, graded: recomputation of a chain within a bound on memory, planned and carried out.
+
+Enters: a learner's functions. Leaves: points (always a number from 0 to the cell's maximum) and printed feedback that
+names the mistake. The cases of the hidden tests come from the same generators under another seed.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from vlmcourse.grading.chain_mistakes import explain_plans
+from vlmcourse.grading.chain_runs import RunCase, RunRecord, make_runs, record_run, run_reference
+from vlmcourse.grading.chains import (
+    ChainCase,
+    Segments,
+    best_segments,
+    bytes_alive,
+    cost,
+    credit,
+    lowest_limit,
+    make_chains,
+    peak_bytes,
+)
+from vlmcourse.grading.checks import Outcome, award, call, explain_signature
+
+MAX_SHOWN = 3
+"""Wrong cases that the feedback shows."""
+CALL_LIMIT_S = 5.0
+TOLERANCE = 1e-5
+"""Relative length of a gradient's difference: fp32 sums in another order."""
+SLACK = 1.1
+"""Bytes that an answer may keep, as a multiple of the library's: a generator's state is kept by both."""
+SLACK_BYTES = 8192
+
+# --- a. Which layers to recompute -----------------------------------------------------------------------------------
+
+
+def check_plan(
+    function: Any, group: str, points: float, seed: int, num_cases: int, limit_s: float = CALL_LIMIT_S
+) -> float:
+    """Grade `choose_segments(inputs, inside, costs, limit)` on one group of cases against the exact optimum.
+
+    Args:
+        function: the learner's function.
+        group: a name in `chains.GROUPS`; "small" also asks for a limit that no plan keeps.
+        points: the cell's maximum; each case is worth the same share.
+        seed: of the cases.
+        num_cases: how many.
+        limit_s: seconds for one case.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    wrong_signature = explain_signature(function, "inputs", "inside", "costs", "limit")
+    if wrong_signature:
+        print(wrong_signature)
+        return 0.0
+    answers: list[tuple[ChainCase, Segments]] = []
+    lines, earned, stopped = [], 0.0, False
+    for case in make_chains(group, seed, num_cases):
+        outcome = _ask(function, case, limit_s)
+        if outcome.unsolved:
+            print("choose_segments is not solved yet")
+            return 0.0
+        segments, problem = _read(outcome, case)
+        worth = 0.0 if problem else credit(case, segments)
+        if not problem:
+            answers.append((case, segments))
+        if worth < 1:
+            lines.append(f"{case}: {problem or _explain_plan(case, segments)}")
+        earned += worth
+        stopped = outcome.timed_out
+        if stopped:
+            break  # the other cases would take as long; they count as wrong
+    for line in lines[:MAX_SHOWN]:
+        print(line)
+    if len(lines) > MAX_SHOWN:
+        print(f"... and {len(lines) - MAX_SHOWN} more")
+    sentence = explain_plans(answers, [(c, s) for c, s in answers if credit(c, s) < 1])
+    if sentence:
+        print(f"It looks as if {sentence}.")
+    num_refusals = 1 if group == "small" else 0
+    refused = num_refusals and not stopped and _refuses(function, limit_s)
+    total = num_cases + num_refusals
+    print(f"{group}: {earned + refused:.4g} of {total} cases")
+    return award(points, earned + refused, total) if earned else 0.0
+
+
+def _ask(function: Any, case: ChainCase, limit_s: float) -> Outcome:
+    return call(function, list(case.inputs), list(case.inside), list(case.costs), case.limit, limit_s=limit_s)
+
+
+def _read(outcome: Outcome, case: ChainCase) -> tuple[Segments, str]:
+    """Return an answer's segments in order, or what is wrong with it."""
+    if outcome.timed_out:
+        return [], (
+            "stopped after too long. To try all plans is no way: where a segment ends, all that matters of what comes "
+            "before are the bytes kept and the cost so far, and few pairs of these are worth keeping"
+        )
+    if outcome.error:
+        return [], outcome.error
+    try:
+        segments = sorted(_as_pair(item) for item in outcome.value)
+    except (TypeError, ValueError):
+        return [], f"return a list of pairs (start, end), not {outcome.value!r:.80}"
+    position = 0
+    for start, end in segments:
+        if not 0 <= start < end <= case.num_layers:
+            return [], (
+                f"({start}, {end}) is no segment of {case.num_layers} layers: 0 <= start < end <= {case.num_layers}, "
+                "and layer `end` is not part of it"
+            )
+        if start < position:
+            return [], f"segments overlap at layer {start}: `end` is the first layer that is not part of a segment"
+        position = end
+    return segments, ""
+
+
+def _as_pair(item: Any) -> tuple[int, int]:
+    """Return a segment as a pair of whole numbers; a range or slice is one too."""
+    if isinstance(item, (range, slice)):
+        item = (item.start, item.stop)
+    if not isinstance(item, Iterable):
+        raise TypeError
+    start, end = (value.item() if hasattr(value, "item") else value for value in item)
+    if not all(isinstance(value, numbers.Integral) and not isinstance(value, bool) for value in (start, end)):
+        raise TypeError
+    return int(start), int(end)
+
+
+def _explain_plan(case: ChainCase, segments: Segments) -> str:
+    """Say how far a plan is from the best."""
+    peak, best = peak_bytes(case, segments), best_segments(case)
+    assert best is not None
+    if peak > case.limit:
+        layer = next(start for start, size in bytes_alive(case, segments) if size > case.limit)
+        return (
+            f"with {segments}, {peak} bytes are alive at once (backward at layer {layer}), {peak - case.limit} too many"
+        )
+    spent, least = cost(case, segments), cost(case, list(best))
+    return f"{segments} fits and recomputes for {spent}, where {least} is enough"
+
+
+def _refuses(function: Any, limit_s: float) -> bool:
+    """Tell whether a limit that no plan keeps is refused."""
+    case = make_chains("small", 0, 1)[0]
+    impossible = lowest_limit(case) - 1
+    outcome = call(function, list(case.inputs), list(case.inside), list(case.costs), impossible, limit_s=limit_s)
+    if outcome.error.startswith("ValueError"):
+        return True
+    got = outcome.error or f"{outcome.value!r:.60} was returned"
+    sizes = f"inputs {list(case.inputs)}, inside {list(case.inside)}, limit {impossible}"
+    print(f"{sizes}: no plan fits; raise a ValueError ({got})")
+    return False
+
+
+# --- b. Carried out -------------------------------------------------------------------------------------------------
+
+SHARES = {"output": 1, "gradients": 2, "calls": 1, "bytes": 1, "randomness": 1}
+"""Of six parts; all but the first count only where covered layers really ran again in backward."""
+
+
+def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) -> float:
+    """Grade `run_chain(layers, x, segments)` on real chains against the library's checkpointing.
+
+    Args:
+        function: the learner's function.
+        points: the cell's maximum.
+        seed: of the chains.
+        limit_s: seconds for one chain.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    wrong_signature = explain_signature(function, "layers", "x", "segments")
+    if wrong_signature:
+        print(wrong_signature)
+        return 0.0
+    right = dict.fromkeys(SHARES, True)
+    said: list[str] = []
+    for case in make_runs(seed):
+        outcome = call(record_run, function, case, limit_s=limit_s)
+        if outcome.unsolved:
+            print("run_chain is not solved yet")
+            return 0.0
+        problems = _judge_run(outcome, case)
+        for part, problem in problems.items():
+            right[part] = False
+            if problem and problem not in said:
+                said.append(problem)
+                print(f"{case}: {problem}")
+    earned = sum(share for part, share in SHARES.items() if right[part]) if right["output"] else 0
+    if not right["calls"] and any(text in line for line in said for text in (NOT_AGAIN, LIBRARY)):
+        earned = min(earned, 1)
+    print("run: " + ", ".join(f"{part} {'right' if ok else 'wrong'}" for part, ok in right.items()))
+    return award(points, earned, sum(SHARES.values()))
+
+
+NOT_AGAIN = "did not run again in backward"
+LIBRARY = "torch.utils.checkpoint did the work"
+NOT_RECORDED = (
+    "autograd records your function only if one of its tensors needs a gradient, and here the weights do, not the input"
+)
+
+
+def _judge_run(outcome: Outcome, case: RunCase) -> dict[str, str]:
+    """Return what is wrong with one run, by part."""
+    if outcome.error:
+        return dict.fromkeys(SHARES, "") | {"output": f"{outcome.error}"}
+    got: RunRecord = outcome.value
+    expected = record_run(run_reference, case, allow_library=True)
+    plain = record_run(lambda layers, x, _: run_reference(layers, x, []), case, allow_library=True)
+    found: dict[str, str] = {}
+    if not isinstance(got.output, Tensor) or got.output.shape != expected.output.shape:
+        return dict.fromkeys(SHARES, "") | {"output": f"return the output of the last layer, not {got.output!r:.60}"}
+    if not _is_near(got.output, expected.output):
+        found["output"] = "the output is not that of the chain" + (
+            "; with dropout, masks are drawn in the order of the layers, once" if case.dropout else ""
+        )
+    if got.used_library:
+        return found | dict.fromkeys(SHARES, "") | {"output": "", "calls": f"{LIBRARY}: here you write it yourself"}
+    found |= _judge_gradients(got, expected, case)
+    found |= _judge_calls(got, expected, case)
+    if case.segments and got.kept > SLACK * expected.kept + SLACK_BYTES:
+        found["bytes"] = (
+            f"{got.kept:,} bytes are alive when forward has ended, where {expected.kept:,} are needed (nothing "
+            f"recomputed: {plain.kept:,}): run segments without recording, and keep only their inputs"
+        )
+    elif case.segments and got.peak > SLACK * expected.peak + SLACK_BYTES:
+        found["bytes"] = (
+            f"{got.peak:,} bytes are alive at most in backward, where {expected.peak:,} are needed: make one "
+            "segment again at a time, and let go of it"
+        )
+    return found
+
+
+def _judge_gradients(got: RunRecord, expected: RunRecord, case: RunCase) -> dict[str, str]:
+    """Compare gradients and the generator's state."""
+    if got.backward_error:
+        hint = "" if case.needs_input_gradient else f": {NOT_RECORDED}"
+        return {"gradients": got.backward_error + hint}
+    found: dict[str, str] = {}
+    for name, want in expected.gradients.items():
+        gradient = got.gradients[name]
+        if gradient is None:
+            covered = name != "the input" and int(name.split(":")[0].split()[1]) in case.covered
+            where = (
+                "a recomputed layer: backward must go through what was made again" if covered else "the chain is cut"
+            )
+            if covered and not case.needs_input_gradient:
+                where = f"a recomputed layer: {NOT_RECORDED}"
+            found["gradients"] = f"{name} got no gradient ({where})"
+            break
+        if want is not None and not _is_near(gradient, want):
+            masks = case.dropout and not _is_near(gradient, want, 1e-2)
+            why = "; recomputation must draw the same dropout masks again" if masks else ""
+            found["randomness" if masks else "gradients"] = f"the gradient of {name} is wrong{why}"
+            if masks:
+                found.setdefault("gradients", "")
+            break
+    if case.dropout and case.segments and got.draw != expected.draw and "randomness" not in found:
+        found["randomness"] = (
+            "after the step the generator is not where it would be without recomputation: put its state back once the "
+            "masks have been drawn again"
+        )
+    return found
+
+
+def _judge_calls(got: RunRecord, expected: RunRecord, case: RunCase) -> dict[str, str]:
+    """Compare how often each layer ran."""
+    if got.calls == expected.calls and got.calls_forward == expected.calls_forward:
+        return {}
+    if any(calls != 1 for calls in got.calls_forward):
+        return {"calls": f"in forward the layers ran {got.calls_forward} times: each must run once"}
+    again = [calls - 1 for calls in got.calls]
+    missing = [i for i in sorted(case.covered) if again[i] < 1]
+    needless = [i for i, times in enumerate(again) if times and i not in case.covered]
+    if missing:
+        return {"calls": f"layers {missing} are in segments and {NOT_AGAIN}"}
+    if needless:
+        return {"calls": f"layers {needless} are in no segment and ran again in backward"}
+    return {"calls": f"in backward the layers ran {again} times: once is enough for those in segments"}
+
+
+def _is_near(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> bool:
+    return bool((got.detach() - want).norm() <= tolerance * want.norm() + 1e-12)

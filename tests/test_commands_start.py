@@ -22,7 +22,7 @@ HALF = [
     ({"RANK": "0"}, "has RANK=0 but no WORLD_SIZE, MASTER_ADDR, MASTER_PORT: a rank needs all four"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "has RANK=0, WORLD_SIZE=2 but no MASTER_ADDR, MASTER_PORT: a rank needs"),
     ({"WORLD_SIZE": "2"}, "has WORLD_SIZE=2 but no RANK, MASTER_ADDR, MASTER_PORT: a rank needs all four"),
-    ({"RANK": ""}, "has RANK without a value but no RANK, WORLD_SIZE, "),
+    ({"RANK": ""}, "has empty values but no RANK, WORLD_SIZE, "),
     (WHOLE | {"RANK": "x"}, "RANK=x, WORLD_SIZE=2, MASTER_PORT=29500: these must be whole numbers"),
     (WHOLE | {"RANK": "2"}, "RANK must be from 0 to WORLD_SIZE - 1"),
     (WHOLE | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "(and LOCAL_RANK to LOCAL_WORLD_SIZE - 1)"),

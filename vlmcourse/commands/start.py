@@ -78,7 +78,7 @@ def check_rank_environment(environ: Mapping[str, str]) -> int | None:
     missing = [name for name in LAUNCHER_VARIABLES if not environ.get(name)]
     if missing:
         raise ValueError(
-            f"the environment has {there or 'RANK without a value'} but no {', '.join(missing)}: a rank needs all "
+            f"the environment has {there or 'empty values'} but no {', '.join(missing)}: a rank needs all "
             f"four; {HOW_TO_START}, or unset RANK and WORLD_SIZE to train in one process"
         )
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")

@@ -107,6 +107,13 @@ class DataConfig:
             found.append("data.path is empty: dataset = 'llava' needs the path of its JSON or JSONL file")
         if self.on_bad_row not in BAD_ROW_POLICIES:
             found.append(f"data.on_bad_row = {self.on_bad_row!r}: {did_you_mean(self.on_bad_row, BAD_ROW_POLICIES)}")
+        elif self.dataset == "digits":
+            found += [
+                f"data.{name} = {getattr(self, name)!r} with dataset = 'digits': only 'llava' reads it; set dataset = "
+                "'llava', or leave it out"
+                for name in ("path", "image_dir", "on_bad_row")
+                if getattr(self, name) != getattr(DataConfig, name)
+            ]
         found += at_least_one(self, "data", "num_train_samples", "num_eval_samples", "max_seq_len")
         found += at_least_one(self, "data", "max_tiles_per_image")
         return found

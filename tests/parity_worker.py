@@ -18,9 +18,10 @@ from parity import CASES, AwkwardTrainer, Recording, build_trainer, parity_confi
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.parallel import apply
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
-from vlmcourse.train import accumulate, optimizer, trainer
+from vlmcourse.train import accumulate, optimizer
 
 WEIGHT_SEED = 100
 
@@ -81,12 +82,12 @@ def mean_of_means() -> Iterator[None]:
 @contextlib.contextmanager
 def same_slice() -> Iterator[None]:
     """Every rank works on rank 0's samples."""
-    real = trainer.GlobalBatchSampler.micro_batch
+    real = GlobalBatchSampler.micro_batch
 
     def micro_batch(self: Any, step: int, m: int, steps: int, dp_rank: int, dp_degree: int) -> list[int]:
         return real(self, step, m, steps, dp_rank=0, dp_degree=dp_degree)
 
-    with mock.patch.object(trainer.GlobalBatchSampler, "micro_batch", micro_batch):
+    with mock.patch.object(GlobalBatchSampler, "micro_batch", micro_batch):
         yield
 
 

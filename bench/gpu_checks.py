@@ -211,8 +211,8 @@ def check_forked() -> str:
 
 def check_accumulated(strategy: str, **overrides: Any) -> str:
     """Two GPUs that add up four micro-batches give the losses of one GPU with as many samples at once."""
-    shared = {key: value for key, value in overrides.items() if key.startswith("train__")}
-    sizes = {"train__micro_batch_size": 8, "train__accumulation_steps": 4}
+    shared: dict[str, Any] = {key: value for key, value in overrides.items() if key.startswith("train__")}
+    sizes: dict[str, Any] = {"train__micro_batch_size": 8, "train__accumulation_steps": 4}
     gap = largest_gap(train("single", 1, **shared), train(strategy, 2, **overrides, **sizes))
     assert gap < 1e-3, f"losses differ by {gap}"
     return f"largest difference of {NUM_STEPS} losses {gap:.1e}"

@@ -25,6 +25,7 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.labs.batch_norm import build_tower, compare_norms, load_pictures
+from vlmcourse.labs.ch02 import train_three_ways
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel import apply, sync
 from vlmcourse.parallel.batch_norm import sync_batch_norms
@@ -335,7 +336,10 @@ def main(folder: Path) -> None:
         if is_here(name)
         for steps in ((2, 6) if "pp" in name else (1, 3))
     }
-    norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)} if ranks.world_size == 2 else {}
+    norms: dict[str, Any] = {}
+    if ranks.world_size == 2:
+        norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)}
+        norms["drift"] = train_three_ways(ranks, 4, samples_per_step=4, micro_batch_size=1, measure_every=2)
     torch.save({"runs": runs, "bugs": planted, "counts": counts, "norms": norms}, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -288,11 +289,11 @@ def step_by_hand_without_ddp(model, optimizer, micro_batches, max_norm):
 
 def step_with_an_exit_stack(model, optimizer, micro_batches, max_norm):
     num_ranks = dist.get_world_size()
-    everyone = [None] * num_ranks
+    everyone: list[Any] = [None] * num_ranks
     dist.all_gather_object(everyone, sum((labels != -100).sum().item() for _, labels in micro_batches))
     share = num_ranks / sum(everyone)
     model.zero_grad()
-    losses = []
+    losses: list[Any] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(model.no_sync())
         for index, (inputs, labels) in enumerate(micro_batches):
@@ -303,7 +304,7 @@ def step_with_an_exit_stack(model, optimizer, micro_batches, max_norm):
             losses.append(each.sum().detach() * share)
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
-    dist.all_gather_object(everyone, sum(losses).item())
+    dist.all_gather_object(everyone, float(sum(losses)))
     return sum(everyone) / num_ranks
 
 

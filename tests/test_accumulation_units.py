@@ -17,6 +17,7 @@ from vlmcourse.batch import describe_batch, effective_batch_size, nearest_accumu
 from vlmcourse.config import ConfigError, check_batch, parse_config
 from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import IGNORE_LABEL
+from vlmcourse.labs import ch02
 from vlmcourse.layout import find_layout
 from vlmcourse.models.cnn import ConvTower, FrozenBatchNorm2d, freeze_batch_norms, measure_statistics
 from vlmcourse.models.vlm import build_model
@@ -244,3 +245,22 @@ def test_a_frozen_batch_norm_does_what_the_trained_one_does_in_evaluation() -> N
     assert torch.allclose(tower.train()(pixels), expected, atol=1e-6)
     with pytest.raises(ValueError, match="choose from batch, group"):
         ConvTower("layer")
+
+
+# --- The chapter's glue ---------------------------------------------------------------------------------------------
+
+
+def test_cuts_of_one_batch_have_one_gradient_and_less_to_keep() -> None:
+    costs, largest = ch02.measure_cuts(4, (4, 1), repeats=1)
+    assert largest < 1e-5
+    assert [(cost.micro_batch_size, cost.num_micro_batches) for cost in costs] == [(4, 1), (1, 4)]
+    assert costs[1].activation_bytes < costs[0].activation_bytes / 3
+    assert (
+        costs[0].gradient_bytes == costs[1].gradient_bytes == 4 * sum(p.numel() for p in ch02.tiny_model().parameters())
+    )
+
+
+def test_ragged_micro_batches_are_far_apart() -> None:
+    batches = ch02.cut(ch02.ragged_samples(8, period=2), ch02.build_collator(), 2)
+    counts = [batch.num_supervised_tokens for batch in batches]
+    assert len(counts) == 4 and min(counts[1], counts[3]) > 3 * max(counts[0], counts[2])

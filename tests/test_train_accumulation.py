@@ -13,6 +13,7 @@ from parity import KEY_BIAS, Recording, check_parity, load
 from ranks import run_worker
 
 from vlmcourse.labs.batch_norm import CUTS
+from vlmcourse.labs.ch02 import BIG, RIGHT, WRONG
 from vlmcourse.parallel.ranks import Ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -136,3 +137,14 @@ def test_what_a_cut_batch_does_to_each_normalization(found: dict[str, Any]) -> N
 def test_a_synchronized_batch_norm_remembers_the_samples_of_all_ranks(found: dict[str, Any]) -> None:
     for differences in found["norms"]["statistics"]:
         assert len(differences) == 7 and max(differences) < 1e-5
+
+
+def test_only_the_mean_of_means_drifts_from_one_big_batch(found: dict[str, Any]) -> None:
+    for drift in found["norms"]["drift"]:
+        assert drift.steps == [2, 4] and set(drift.losses) == {BIG, RIGHT, WRONG}
+        assert max(drift.distances[RIGHT]) < 1e-4 < 1e-2 < min(drift.distances[WRONG])
+        assert (
+            abs(drift.losses[RIGHT][-1] - drift.losses[BIG][-1])
+            < 1e-4
+            < abs(drift.losses[WRONG][-1] - drift.losses[BIG][-1])
+        )

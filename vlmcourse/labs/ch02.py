@@ -107,12 +107,12 @@ BIG, RIGHT, WRONG = "one big batch", "accumulated: sum / all tokens", "accumulat
 
 def train_three_ways(
     ranks: Ranks,
-    num_steps: int = 40,
+    num_steps: int = 24,
     *,
-    samples_per_step: int = 16,
+    samples_per_step: int = 8,
     micro_batch_size: int = 2,
     learning_rate: float = 2e-3,
-    measure_every: int = 4,
+    measure_every: int = 3,
     on_measure: Callable[[Drift], None] | None = None,
 ) -> Drift:
     """Train three copies of the tiny model on ragged digit conversations; all ranks must call this.
@@ -130,7 +130,7 @@ def train_three_ways(
     """
     collate, shape = build_collator(), get_model("tiny")
     data = ragged_samples(num_steps * samples_per_step, period=micro_batch_size)
-    probe = collate(ragged_samples(32, seed=1)).to(ranks.device)
+    probe = collate(ragged_samples(16, seed=1)).to(ranks.device)
     start = build_model(shape, seed=0).to(ranks.device)
     models: dict[str, nn.Module] = {
         BIG: copy.deepcopy(start),

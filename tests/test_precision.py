@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -388,3 +389,20 @@ def test_bits_are_those_of_torch() -> None:
             assert int(ch03.bits_of(value, FORMATS[name]).replace(" ", ""), 2) == pattern, (name, value)
     with pytest.raises(ValueError, match="largest number is 65504"):
         ch03.bits_of(70000, FORMATS["fp16"])
+
+
+def test_a_skipped_step_is_logged_without_a_norm_and_the_run_goes_on_from_its_checkpoint(tmp_path) -> None:
+    config = ch03.lab_config("fp16", num_steps=2, log_every=1)
+    config = replace(config, run=replace(config.run, output_dir=str(tmp_path)))
+    trainer = ch03.lab_trainer(config)
+    result = trainer.fit()
+    assert trainer.scaler.num_skipped == 1  # 2^16 is too much for the first step of this model
+    assert result.history[0]["grad_norm"] is None and result.history[1]["grad_norm"] > 0
+    json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
+    other = ch03.lab_trainer(config)
+    assert other.resume() == 2
+    assert (
+        other.scaler.state_dict()
+        == trainer.scaler.state_dict()
+        == {"scale": 2.0**15, "good_steps": 1, "num_skipped": 1}
+    )

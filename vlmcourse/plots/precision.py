@@ -91,7 +91,7 @@ def plot_exponents(
         if low > min(e for found in filled.values() for e in found.counts) - 4:
             for axis in axes[:-1]:
                 axis.axvline(low - 0.5, color=COLOURS["communication"], lw=0.9, ls="--")
-            axes[0].text(low - 0.5, 1.03, f"\u2190 0 in {spec.name}", ha="right", va="bottom", fontsize=7,
+            axes[0].text(low - 0.5, 1.03, f"\u2190 0 in {spec.name}", ha="right", va="bottom", fontsize=8,
                          transform=axes[0].get_xaxis_transform())  # fmt: skip
     bands.set_yticks(range(len(formats)), [spec.name for spec in formats])
     bands.invert_yaxis()

@@ -48,7 +48,7 @@ from vlmcourse.train.optimizer import (
     learning_rate_scale,
     set_learning_rates,
 )
-from vlmcourse.train.precision import build_scaler, forbid_tf32, prepare_weights
+from vlmcourse.train.precision import build_scaler, check_precision, forbid_tf32, prepare_weights
 from vlmcourse.train.report import RunReport, StepReport, TrainResult
 from vlmcourse.train.seed import seed_step
 
@@ -97,6 +97,7 @@ class Trainer:
         self.parallel, reason = settle(
             config.parallel, self.ranks.world_size, self.shape, config.train.accumulation_steps
         )
+        check_precision(config.train.precision, self.ranks.device)
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)

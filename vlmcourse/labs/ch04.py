@@ -201,7 +201,7 @@ class ChainResult:
 
 
 def measure_chain(
-    lengths: Sequence[int], num_layers: int, num_rows: int = 512, width: int = 192, num_runs: int = 4
+    lengths: Sequence[int], num_layers: int, num_rows: int = 384, width: int = 160, num_runs: int = 3
 ) -> tuple[float, list[ChainResult]]:
     """Measure a chain under segments of several lengths.
 

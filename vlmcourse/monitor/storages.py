@@ -30,7 +30,9 @@ TEMPORARY: Owner = ("temporary", "")
 OTHER: Owner = ("other", "")
 """What was there before: the batch, buckets of gradients."""
 GATHERED: Owner = ("gathered", "")
-"""Whole weights of FSDP, which is the one that grows and shrinks a storage in place."""
+"""Whole weights of FSDP."""
+RESIZED = (GATHERED, OTHER)
+"""Whose storages may grow and shrink in place."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class StorageBook(TorchDispatchMode):
             self.enter(tensor, GATHERED if isinstance(tensor, nn.Parameter) else OTHER)
         result = func(*args, **(kwargs or {}))
         added = [entry for tensor in _tensors(result) if (entry := self.enter(tensor, TEMPORARY)) is not None]
-        self._measure_again(GATHERED)
+        self._measure_again()
         self.after_operation(added)
         return result
 
@@ -116,14 +118,11 @@ class StorageBook(TorchDispatchMode):
         entry = self._entries.pop(key)
         self.live_bytes[entry.owner] -= entry.size_bytes
 
-    def _measure_again(self, owner: Owner) -> None:
-        """Read the sizes of storages that are resized in place."""
-        if not self.live_bytes[owner] and not any(entry.owner == owner for entry in self._entries.values()):
-            return
+    def _measure_again(self) -> None:
+        """Read the sizes of storages that may be resized in place: FSDP frees and fills them so."""
         for entry in self._entries.values():
-            storage = entry.storage() if entry.owner == owner else None
-            if storage is not None and storage.nbytes() != entry.size_bytes:
-                self.live_bytes[owner] += storage.nbytes() - entry.size_bytes
+            if entry.owner in RESIZED and (storage := entry.storage()) is not None:
+                self.live_bytes[entry.owner] += storage.nbytes() - entry.size_bytes
                 entry.size_bytes = storage.nbytes()
 
 

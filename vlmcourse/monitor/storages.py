@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,8 +70,8 @@ class StorageBook(TorchDispatchMode):
         self.after_operation = lambda _: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensors and what collectives return turn into plain operations first, which come here again.
-        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+        # These turn into plain operations first, which come here again.
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         for tensor in _tensors((args, kwargs)):
             self.enter(tensor, GATHERED if isinstance(tensor, nn.Parameter) else OTHER)
@@ -133,7 +134,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory behind a tensor on this rank; None for what has none (meta, sparse, other subclasses)."""
     local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
-    local = getattr(local, "elem", local)  # what a collective returns before it has arrived
+    local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided or local.is_meta:
         return None
     return local.untyped_storage()

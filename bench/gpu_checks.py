@@ -164,6 +164,54 @@ def check_links() -> str:
     return " ".join(done.stdout.split())
 
 
+def check_activations() -> str:
+    """Recompute and offload on a GPU: equal gradients, counted bytes, and a ledger that agrees with the allocator."""
+    from vlmcourse.labs import ch04
+    from vlmcourse.models.decoder import rope_tables
+    from vlmcourse.monitor.activations import ActivationMeter
+    from vlmcourse.monitor.ledger import StepLedger
+    from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
+    from vlmcourse.train.offload import Offloading
+
+    model, batch = ch04.load_deep()
+    model, batch = model.cuda(), batch.to(torch.device("cuda"))
+    expected = None
+    for policy in ("none", "full", "selective", "offload"):
+        ch04.set_policies(model, *[policy if policy != "offload" else "none"] * 2)
+        model.zero_grad()
+        with Offloading().hooks() if policy == "offload" else torch.enable_grad():
+            ch04.forward_backward(model, batch)
+        gradient = ch04.flat_gradient(model)
+        expected = gradient if expected is None else expected
+        assert ch04.relative_error(gradient, expected) < 1e-4, f"{policy}: other gradients"
+    shape = model.shape
+    x_vision = torch.randn(4, 17, shape.vision.hidden_size, device="cuda", requires_grad=True) * 1
+    x_text = torch.randn(2, 40, shape.language.hidden_size, device="cuda", requires_grad=True) * 1
+    tables = rope_tables(torch.arange(40, device="cuda")[None], 24, 1e4)
+    counted = (
+        sum(count_vision_layer_bytes(shape.vision, 4, 17, 4, fused_norms=True).values()),
+        sum(count_language_layer_bytes(shape.language, 2, 40, 4, fused_norms=True).values()),
+    )
+    measured = []
+    for block, arguments in ((model.vision.blocks[0], (x_vision,)), (model.language.blocks[0], (x_text, *tables))):
+        with ActivationMeter() as meter:
+            block(*arguments).sum()
+        measured.append(meter.live_bytes - sum(table.nbytes for table in arguments[1:]))
+    ch04.set_policies(model, "none", "none")
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with StepLedger(model) as ledger:
+        ch04.forward_backward(model, batch)
+    seen = ledger.peak().total_bytes - ledger.samples[0].total_bytes
+    allocated = torch.cuda.max_memory_allocated() - before
+    assert 0.8 * allocated <= seen <= 1.05 * allocated, f"the ledger saw {seen:,} of {allocated:,} bytes"
+    return (
+        f"equal gradients; a vision and a decoder block keep {measured[0]:,} and {measured[1]:,} bytes, by the formula "
+        f"{counted[0]:,} and {counted[1]:,}; the ledger saw {seen:,} of {allocated:,} bytes"
+    )
+
+
 def check_nccl() -> str:
     """Ranks choose NCCL and a GPU each, and an all-reduce is right."""
     code = (
@@ -257,6 +305,7 @@ CHECKS = (
     Check("fp8 products by torchao stay near fp32", 1, check_real_fp8),
     Check("the policy of autocast on a GPU", 1, check_autocast_policy),
     Check("fp16 on 2 GPUs under fsdp stays near fp32", 2, lambda: check_precision("fp16", "fsdp", 2)),
+    Check("activations are recomputed, offloaded and counted", 1, check_activations),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),

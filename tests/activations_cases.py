@@ -12,10 +12,12 @@ from parity import MAX_GRAD_NORM, AwkwardTrainer, awkward_samples, small_shape
 from vlmcourse.config import parse_config
 from vlmcourse.models.vlm import build_model
 from vlmcourse.monitor.activations import ActivationMeter
+from vlmcourse.monitor.ledger import StepLedger, measure_ledger
 from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import VLMShape
+from vlmcourse.train.activations_report import report_activations
 from vlmcourse.train.trainer import Trainer
 
 FULL = {"vision": "full", "language": "full"}
@@ -105,3 +107,29 @@ def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
     ):  # a second step: moved and gathered blocks are covered too
         losses.append(trainer.train_step().loss)
     return {"losses": losses, "gradients": gradients, "calls": calls, "peak_bytes": meter.peak_bytes}
+
+
+def run_ledger(strategy: str, ranks: Ranks) -> dict[str, Any]:
+    """Make two steps with blocks recomputed, the second inside a ledger; return what it and the report say."""
+    table = {
+        "train": {"num_steps": 2, "micro_batch_size": 4, "accumulation_steps": 2},
+        "parallel": STRATEGIES[strategy][0],
+        "activations": {"vision": "full", "language": "every:2"},
+    }
+    samples = awkward_samples()
+    model = build_model(deep_shape(), seed=1)
+    trainer = AwkwardTrainer(
+        parse_config(table), ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False
+    )
+    trainer.train_step()
+    with StepLedger(trainer.model, trainer.optimizer) as ledger:
+        trainer.train_step()
+    state = measure_ledger(trainer.model, trainer.optimizer)
+    last = ledger.samples[-1].by_owner()
+    return {
+        "ledger": [last.get(owner, 0) for owner in ("weights", "gradients", "optimizer")],
+        "state": [state.weights_bytes, state.gradients_bytes, state.optimizer_bytes],
+        "gathered": [sample.by_owner().get("gathered", 0) for sample in ledger.samples],
+        "negative": any(size < 0 for sample in ledger.samples for size in sample.live_bytes.values()),
+        "towers": report_activations(trainer.model, trainer.train_step),
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from activations_cases import STRATEGIES, run_case
+from activations_cases import STRATEGIES, run_case, run_ledger
 
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
@@ -24,6 +24,8 @@ def main(folder: Path, only: str = "") -> None:
                 found[f"{strategy} | {policy}"] = run_case(strategy, policy, ranks)
             except (ValueError, RuntimeError, AssertionError):
                 found[f"{strategy} | {policy}"] = traceback.format_exc()
+    if not only:
+        found |= {f"ledger | {strategy}": run_ledger(strategy, ranks) for strategy in ("fsdp", "ddp", "tp", "1f1b")}
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

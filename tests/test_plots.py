@@ -18,7 +18,7 @@ from vlmcourse.data.collate import Collator
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.data.tokenizer import load_tokenizer
-from vlmcourse.monitor.ledger import Ledger
+from vlmcourse.monitor.ledger import Ledger, Sample
 from vlmcourse.monitor.step_cost import StepCost
 from vlmcourse.parallel.holdings import LayerShare, RankHoldings
 from vlmcourse.parallel.layer_times import LayerTimes
@@ -145,7 +145,48 @@ def overlap_figure() -> Figure:
     return plots.plot_overlap({"DDP": StepTrace(seconds=0.3, compute=((0.0, 0.2),), communication=sent)})
 
 
+def sample_of(time_s: float, phase: str, **sizes: int) -> Sample:
+    return Sample(time_s, phase, {(owner, ""): size * MB for owner, size in sizes.items()})
+
+
+def step_ledgers_figure() -> Figure:
+    plain = [
+        sample_of(0.0, "forward", weights=4, optimizer=8),
+        sample_of(0.1, "forward", weights=4, optimizer=8, activations=9),
+        sample_of(0.2, "backward", weights=4, optimizer=8, activations=4, recomputed=1, gradients=2),
+        sample_of(0.3, "update", weights=4, optimizer=8, gradients=4),
+    ]
+    return plots.plot_step_ledgers({"none": plain, "full": plain[:1] + plain[2:]}, "One step")
+
+
+def kept_figure() -> Figure:
+    return plots.plot_kept_tensors({"vision": {"input": 900, "hidden": 2000}}, {"vision": 2900})
+
+
+def segments_figure() -> Figure:
+    theory = {1: 5.0, 2: 4.0, 4: 5.0}
+    return plots.plot_segment_lengths((1, 2, 4), (5, 4, 5), theory, (1.3, 1.35, 1.3), plain_peak=4, best_length=2)
+
+
+def policies_figure() -> Figure:
+    return plots.plot_memory_and_time({"none": (9 * MB, 1.0), "full": (2 * MB, 1.3)}, "Policies")
+
+
+def towers_figure() -> Figure:
+    return plots.plot_towers({"1 tile": {"vision": GB, "language": 3 * GB}}, "Towers")
+
+
+def plans_figure() -> Figure:
+    return plots.plot_chain_plans([2, 2], [6, 3], {"some": ([(0, 1)], [(1, 7), (0, 8)])}, 9)
+
+
 FIGURES = {
+    "step ledgers": step_ledgers_figure,
+    "kept": kept_figure,
+    "segments": segments_figure,
+    "policies": policies_figure,
+    "towers": towers_figure,
+    "plans": plans_figure,
     "adaptation": adaptation_figure,
     "links": links_figure,
     "overlap": overlap_figure,
@@ -192,7 +233,10 @@ def test_a_figure_has_a_title_named_axes_and_legible_text_and_is_shown_once(name
     assert not plt.get_fignums(), "a figure left open is shown twice in a notebook"
 
 
-@pytest.mark.parametrize("name", ["state", "ledgers", "ranks", "gathered", "context traffic", "strategies"])
+@pytest.mark.parametrize(
+    "name",
+    ["state", "ledgers", "ranks", "gathered", "context traffic", "strategies", "step ledgers", "policies", "towers"],
+)
 def test_axes_of_bytes_name_their_unit(name: str) -> None:
     figure = FIGURES[name]()
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
@@ -398,3 +442,17 @@ def test_a_fitted_line_runs_through_points_that_lie_on_one() -> None:
 def test_overlap_names_the_part_of_communication_that_is_hidden() -> None:
     (axes,) = overlap_figure().axes
     assert axes.get_title(loc="left") == "DDP: 200.0 ms of communication, 50 % of it behind computation"
+
+
+def test_step_ledgers_share_an_axis_and_name_the_highest_moment() -> None:
+    left, right = step_ledgers_figure().axes
+    assert left.get_title() == "none: at most 21.0 MB" and right.get_title() == "full: at most 19.0 MB"
+    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[1] > 21
+    with pytest.raises(ValueError, match="no sample"):
+        plots.plot_step_ledgers({"none": []}, "nothing")
+
+
+def test_segment_lengths_draw_measured_points_on_the_theory() -> None:
+    memory, time = segments_figure().axes
+    assert heights_of(memory.lines[0]) == [5, 4, 5] == heights_of(memory.lines[1])
+    assert heights_of(time.lines[0]) == [1.3, 1.35, 1.3]

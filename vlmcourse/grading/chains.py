@@ -6,6 +6,7 @@ machine, and numbers. All sizes and costs are whole, so that sums are exact.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -187,7 +188,7 @@ def _is_telling(case: ChainCase) -> bool:
     if not best:
         return False
     covered = sum(end - start for start, end in best)
-    fewest = best_segments(_with(case, costs=(1,) * case.num_layers))
+    fewest = best_segments(dataclasses.replace(case, costs=(1,) * case.num_layers))
     return (
         covered < case.num_layers - 1
         and any(end - start > 1 for start, end in best)
@@ -196,16 +197,11 @@ def _is_telling(case: ChainCase) -> bool:
     )
 
 
-def _with(case: ChainCase, **changes: tuple[int, ...] | int) -> ChainCase:
-    fields = {"inputs": case.inputs, "inside": case.inside, "costs": case.costs, "limit": case.limit, "what": case.what}
-    return ChainCase(**(fields | changes))  # type: ignore[arg-type]
-
-
 def _bounded(rng: random.Random, inputs: list[int], inside: list[int], costs: list[int], what: str = "") -> ChainCase:
     """Return a case whose limit lies between the lowest possible and that without recomputation."""
     free = ChainCase(inputs=tuple(inputs), inside=tuple(inside), costs=tuple(costs), limit=10**9, what=what)
     low, high = lowest_limit(free), sum(free.sizes)
-    return _with(free, limit=low + round((high - low) * rng.uniform(0.12, 0.5)))
+    return dataclasses.replace(free, limit=low + round((high - low) * rng.uniform(0.12, 0.5)))
 
 
 def uneven(rng: random.Random) -> ChainCase:
@@ -234,13 +230,13 @@ def narrowing(rng: random.Random) -> ChainCase:
 def enough(rng: random.Random) -> ChainCase:
     """Room for everything."""
     case = uneven(rng)
-    return _with(case, limit=sum(case.sizes) + rng.randrange(0, 3), what="room for everything")
+    return dataclasses.replace(case, limit=sum(case.sizes) + rng.randrange(0, 3), what="room for everything")
 
 
 def tightest(rng: random.Random) -> ChainCase:
     """The lowest limit that can be kept."""
     case = uneven(rng)
-    return _with(case, limit=lowest_limit(case), what="the lowest limit possible")
+    return dataclasses.replace(case, limit=lowest_limit(case), what="the lowest limit possible")
 
 
 def single(rng: random.Random) -> ChainCase:

@@ -43,7 +43,7 @@ MAX_SEQ_LEN = 256
 # --- A real model, deep enough to show something --------------------------------------------------------------------
 
 
-def deep_shape(num_layers: int = 6) -> VLMShape:
+def deep_shape(num_layers: int = 4) -> VLMShape:
     """Return the tiny preset with `num_layers` blocks in each tower."""
     tiny = get_model("tiny")
     vision = dataclasses.replace(tiny.vision, num_layers=num_layers)
@@ -51,7 +51,7 @@ def deep_shape(num_layers: int = 6) -> VLMShape:
     return dataclasses.replace(tiny, name="deep", vision=vision, language=language)
 
 
-def load_deep(num_samples: int = 8, num_layers: int = 6) -> tuple[VLM, Batch]:
+def load_deep(num_samples: int = 8, num_layers: int = 4) -> tuple[VLM, Batch]:
     """Return a model of `deep_shape` and a micro-batch of digit pictures with questions."""
     shape = deep_shape(num_layers)
     samples = DigitsDataset(num_samples, 0, "train")
@@ -166,7 +166,7 @@ class Chain(nn.Module):
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.blocks = nn.ModuleList(TanhLayer(width, generator) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(ReluLayer(width, generator) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all layers."""
@@ -175,16 +175,16 @@ class Chain(nn.Module):
         return x
 
 
-class TanhLayer(nn.Module):
-    """tanh(x W): backward needs x for the weight, and the result, which is the next layer's x."""
+class ReluLayer(nn.Module):
+    """relu(x W): backward needs x for the weight, and the result, which is the next layer's x."""
 
     def __init__(self, width: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) / math.sqrt(width))
+        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) * math.sqrt(2 / width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [rows, width]."""
-        return torch.tanh(x @ self.weight)
+        return torch.relu(x @ self.weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +200,19 @@ class ChainResult:
     """Of a forward and backward pass, as a multiple of the plain one's."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainChain:
+    """The chain with nothing recomputed."""
+
+    peak: float
+    """Activations alive at most, in units of one layer's."""
+    forward_share: float
+    """Of the time of a forward and backward pass."""
+
+
 def measure_chain(
-    lengths: Sequence[int], num_layers: int, num_rows: int = 512, width: int = 192, num_runs: int = 4
-) -> tuple[float, list[ChainResult]]:
+    lengths: Sequence[int], num_layers: int, num_rows: int = 640, width: int = 224, num_runs: int = 3
+) -> tuple[PlainChain, list[ChainResult]]:
     """Measure a chain under segments of several lengths.
 
     Args:
@@ -213,7 +223,7 @@ def measure_chain(
         num_runs: of each length, taken in turns; the least time counts.
 
     Returns:
-        The activations alive at most with nothing recomputed, in units of one layer's; and a result a length.
+        What the plain chain takes, and a result for each length.
     """
     chain, x = Chain(num_layers, width), torch.randn(num_rows, width)
     plans = {0: [], **{length: split_segments(num_layers, length) for length in lengths}}
@@ -230,12 +240,15 @@ def measure_chain(
         of_sample = [s.by_owner().get("activations", 0) + s.by_owner().get("recomputed", 0) for s in ledger.samples]
         peaks[length] = max(of_sample) / x.nbytes
         kept[length] = ledger.end_of_forward().by_owner().get("activations", 0) / x.nbytes
+    forward_s = math.inf
     for _ in range(num_runs):
         for length, plan in plans.items():
             cover_blocks(chain, plan)
             times[length] = min(times[length], seconds_of(run))
+        cover_blocks(chain, [])
+        forward_s = min(forward_s, seconds_of(lambda: chain(x).sum()))
     results = [ChainResult(n, kept[n], peaks[n], times[n] / times[0]) for n in lengths]
-    return peaks[0], results
+    return PlainChain(peaks[0], forward_s / times[0]), results
 
 
 def theory_peak(num_layers: int, length: int) -> float:

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from vlmcourse.monitor.storages import TEMPORARY, Entry, Owner, StorageBook
+from vlmcourse.monitor.storages import GATHERED, TEMPORARY, Entry, Owner, StorageBook
 from vlmcourse.parallel.apply import plain_parts
 from vlmcourse.parallel.comm import local_part
 
@@ -181,9 +181,13 @@ class StepLedger:
             raise ValueError("this ledger saw no backward pass: run loss.backward() inside it")
         return self.samples[max(0, phases.index("backward") - 1)]
 
-    def _enter_layer(self, layer: str, *_: Any) -> None:
+    def _enter_layer(self, layer: str, module: nn.Module, *_: Any) -> None:
         self._layers.append(layer)
         self._latest = layer
+        for parameter in module.parameters(recurse=False):  # under FSDP whole ones, for as long as the layer needs them
+            entry = self._book.find(parameter)
+            if entry is None or entry.owner[0] not in ("weights", "gathered"):
+                self._book.give(parameter, GATHERED)
 
     def _leave_layer(self, layer: str, is_block: bool, module: nn.Module, args: Any, result: Any) -> None:
         self._layers.pop()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,7 +31,9 @@ TEMPORARY: Owner = ("temporary", "")
 OTHER: Owner = ("other", "")
 """What was there before: the batch, buckets of gradients."""
 GATHERED: Owner = ("gathered", "")
-"""Whole weights of FSDP, which is the one that grows and shrinks a storage in place."""
+"""Whole weights of FSDP."""
+RESIZED = (GATHERED, OTHER)
+"""Whose storages may grow and shrink in place."""
 
 
 @dataclass
@@ -67,14 +70,14 @@ class StorageBook(TorchDispatchMode):
         self.after_operation = lambda _: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensors and what collectives return turn into plain operations first, which come here again.
-        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+        # These turn into plain operations first, which come here again.
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
         for tensor in _tensors((args, kwargs)):
             self.enter(tensor, GATHERED if isinstance(tensor, nn.Parameter) else OTHER)
         result = func(*args, **(kwargs or {}))
         added = [entry for tensor in _tensors(result) if (entry := self.enter(tensor, TEMPORARY)) is not None]
-        self._measure_again(GATHERED)
+        self._measure_again()
         self.after_operation(added)
         return result
 
@@ -116,14 +119,11 @@ class StorageBook(TorchDispatchMode):
         entry = self._entries.pop(key)
         self.live_bytes[entry.owner] -= entry.size_bytes
 
-    def _measure_again(self, owner: Owner) -> None:
-        """Read the sizes of storages that are resized in place."""
-        if not self.live_bytes[owner] and not any(entry.owner == owner for entry in self._entries.values()):
-            return
+    def _measure_again(self) -> None:
+        """Read the sizes of storages that may be resized in place: FSDP frees and fills them so."""
         for entry in self._entries.values():
-            storage = entry.storage() if entry.owner == owner else None
-            if storage is not None and storage.nbytes() != entry.size_bytes:
-                self.live_bytes[owner] += storage.nbytes() - entry.size_bytes
+            if entry.owner in RESIZED and (storage := entry.storage()) is not None:
+                self.live_bytes[entry.owner] += storage.nbytes() - entry.size_bytes
                 entry.size_bytes = storage.nbytes()
 
 
@@ -134,7 +134,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory behind a tensor on this rank; None for what has none (meta, sparse, other subclasses)."""
     local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
-    local = getattr(local, "elem", local)  # what a collective returns before it has arrived
+    local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided or local.is_meta:
         return None
     return local.untyped_storage()

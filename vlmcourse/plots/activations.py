@@ -101,7 +101,7 @@ def plot_kept_tensors(layers: Mapping[str, Mapping[str, int]], measured_bytes: M
     for axes, (name, terms) in zip(panels[0], layers.items(), strict=True):
         sizes = [size / KB for size in terms.values()]
         bars = axes.barh(range(len(terms)), sizes, color=COLOURS["activations"], edgecolor="white")
-        axes.bar_label(bars, labels=[f"{size:.1f}" for size in sizes], fontsize=7, padding=2)
+        axes.bar_label(bars, labels=[f"{size:.1f}" for size in sizes], fontsize=8, padding=2)
         axes.set_yticks(range(len(terms)), list(terms), fontsize=8)
         axes.set(ylim=(longest - 0.5, -0.5), xlim=(0, 1.25 * max(sizes)), xlabel="kept for backward (KB)")
         total = sum(terms.values())

@@ -109,7 +109,7 @@ def train_three_ways(
     ranks: Ranks,
     num_steps: int = 24,
     *,
-    samples_per_step: int = 8,
+    samples_per_step: int = 16,
     micro_batch_size: int = 2,
     learning_rate: float = 2e-3,
     measure_every: int = 3,

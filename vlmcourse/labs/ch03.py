@@ -267,7 +267,7 @@ def measured_bytes(precision: str) -> dict[str, float]:
 
 def activation_bytes(precision: str) -> int:
     """Return the most bytes that autograd keeps for backward in one forward pass of the small model."""
-    trainer = lab_trainer(lab_config(precision))
+    trainer = lab_trainer(lab_config(precision, micro_batch_size=16))
     (batch,) = trainer.load_step(0)
     with ActivationMeter() as meter:
         micro_batch_loss_sum(trainer.model, batch, precision).backward()

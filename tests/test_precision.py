@@ -406,3 +406,16 @@ def test_a_skipped_step_is_logged_without_a_norm_and_the_run_goes_on_from_its_ch
         == trainer.scaler.state_dict()
         == {"scale": 2.0**15, "good_steps": 1, "num_skipped": 1}
     )
+
+
+def test_the_glue_of_the_notebook_measures_what_it_says() -> None:
+    kept = ch03.follow_updates(start=1.0, update=0.001, num_updates=100)
+    assert kept["fp32"][-1] == pytest.approx(1.1, abs=1e-4) and set(kept["bf16, to nearest"]) == {1.0}
+    assert kept["bf16 + fp32 master"][-1] == pytest.approx(1.1, abs=2**-8)
+    assert kept["bf16, at random (mean of 64)"][-1] == pytest.approx(1.1, abs=0.02)
+    assert ch03.measured_bytes("fp16") == pytest.approx({"weights": 4, "gradients": 4, "optimizer": 8})
+    assert ch03.activation_bytes("bf16") < 0.8 * ch03.activation_bytes("fp32")
+    life = ch03.life_of_a_scale(ALONE, 4, 2.0**24, 2)
+    assert life["skipped"] == [True] * 4 and life["scales"] == [2.0**24, 2.0**23, 2.0**22, 2.0**21]
+    fused = ch03.plant_attention_overflow("fp16", fused=True)
+    assert find_nonfinite(fused.model, fused.batch, "fp16") is None

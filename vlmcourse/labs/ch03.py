@@ -134,12 +134,14 @@ def eager_attend(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask: Tensor | 
 
 
 @torch.no_grad()
-def plant_attention_overflow(precision: str = "fp16") -> Planted:
-    """Large queries and keys in a hand-written attention: their products pass 65504."""
+def plant_attention_overflow(precision: str = "fp16", *, fused: bool = False) -> Planted:
+    """Large queries and keys in a hand-written attention: their products pass 65504. With `fused`, in PyTorch's own."""
     model, batch = _fresh()
     attention: Any = model.language.blocks[1].attention
     for projection in (attention.q_proj, attention.k_proj):
         projection.weight.mul_(400)
+    if fused:
+        return Planted("the same scores in PyTorch's fused attention", model, batch, precision)
     attention.attend = eager_attend
     return Planted("fp16 overflow in attention logits", model, batch, precision)
 
@@ -265,7 +267,7 @@ def measured_bytes(precision: str) -> dict[str, float]:
 
 def activation_bytes(precision: str) -> int:
     """Return the most bytes that autograd keeps for backward in one forward pass of the small model."""
-    trainer = lab_trainer(lab_config(precision))
+    trainer = lab_trainer(lab_config(precision, micro_batch_size=16))
     (batch,) = trainer.load_step(0)
     with ActivationMeter() as meter:
         micro_batch_loss_sum(trainer.model, batch, precision).backward()

@@ -117,7 +117,10 @@ def test_recomputation_gathers_no_weights_again_and_repeats_what_a_block_sends(o
 def test_ledger_and_report_say_what_a_rank_holds_under_every_strategy(strategy: str, on_ranks) -> None:
     for rank, of_rank in enumerate(on_ranks):
         found = of_rank[f"ledger | {strategy}"]
-        assert found["ledger"] == found["state"] and not found["negative"]
+        # FSDP pads uneven shards: they take a little more memory than they have elements.
+        padded = 1.02 if strategy == "fsdp" else 1
+        assert all(want <= got <= padded * want for got, want in zip(found["ledger"], found["state"], strict=True))
+        assert not found["negative"]
         whole = max(found["gathered"])
         # Whole weights come and go under FSDP only, a few blocks at a time: less than twice what the shards are.
         assert (0 < whole < 2 * found["state"][0]) == (strategy == "fsdp") and found["gathered"][-1] == 0

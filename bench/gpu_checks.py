@@ -26,6 +26,8 @@ import torch
 from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
+from vlmcourse.monitor.op_dtypes import measure_autocast_policy
+from vlmcourse.train.fp8 import has_real_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
@@ -62,7 +64,7 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
     Args:
         strategy: single, ddp or fsdp.
         nproc: ranks; one GPU each.
-        precision: fp32 or bf16.
+        precision: one of `config.PRECISIONS`.
         overrides: further values, by name with `__` for the dot.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +112,29 @@ def check_bf16() -> str:
     gap = largest_gap(train("single", 1), train("single", 1, "bf16"))
     assert gap < 0.1, f"losses of bf16 and fp32 differ by {gap:.4f}"
     return f"largest difference of losses to fp32 {gap:.4f}"
+
+
+def check_precision(precision: str, strategy: str = "single", nproc: int = 1) -> str:
+    """A precision of chapter 3 stays near fp32: fp16 with its scaler, bf16 weights, fp8."""
+    if precision != "fp16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise NotHereError(f"{torch.cuda.get_device_name(0)} computes no bf16")
+    gap = largest_gap(train("single", 1), train(strategy, nproc, precision))
+    assert gap < 0.3, f"losses of {precision} and fp32 differ by {gap:.4f}"
+    return f"largest difference of losses to fp32 {gap:.4f}"
+
+
+def check_real_fp8() -> str:
+    """Torchao's fp8 layers take the place of simulated ones, and train."""
+    if not has_real_fp8(torch.device("cuda", 0)):
+        raise NotHereError("needs a GPU of compute capability 8.9 or newer, and torchao")
+    return check_precision("fp8")
+
+
+def check_autocast_policy() -> str:
+    """Autocast on a GPU raises softmax and the loss to fp32, and lowers matrix products."""
+    policy = {row.op: row.policy for row in measure_autocast_policy(torch.float16, "cuda")}
+    assert policy["linear"] == "lowers" and policy["softmax"] == policy["cross_entropy"] == "raises", policy
+    return ", ".join(f"{op} {what}" for op, what in policy.items())
 
 
 def check_parity(strategy: str, *, tolerance: float = 1e-3, **overrides: Any) -> str:
@@ -232,6 +257,36 @@ def check_forked() -> str:
     return "; ".join(f"rank {rank} on {seen['device']}" for rank, seen in enumerate(ranks))
 
 
+def check_accumulated(strategy: str, **overrides: Any) -> str:
+    """Two GPUs that add up four micro-batches give the losses of one GPU with as many samples at once."""
+    shared: dict[str, Any] = {key: value for key, value in overrides.items() if key.startswith("train__")}
+    sizes: dict[str, Any] = {"train__micro_batch_size": 8, "train__accumulation_steps": 4}
+    gap = largest_gap(train("single", 1, **shared), train(strategy, 2, **overrides, **sizes))
+    assert gap < 1e-3, f"losses differ by {gap}"
+    return f"largest difference of {NUM_STEPS} losses {gap:.1e}"
+
+
+def check_batch_norm() -> str:
+    """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
+    code = (
+        "import json\nfrom vlmcourse.labs.batch_norm import compare_norms\n"
+        "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
+        "ranks = init_ranks()\nerrors = compare_norms(ranks)\n"
+        "print(json.dumps(errors)) if ranks.is_main else None\nshutdown_ranks()\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "norms.py"
+        script.write_text(code, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    errors = json.loads(done.stdout.splitlines()[-1])
+    right = {norm: sum(error < 1e-4 for error in of_norm.values()) for norm, of_norm in errors.items()}
+    assert right == {"BatchNorm": 0, "SyncBatchNorm": 1, "frozen BatchNorm": 3, "GroupNorm": 3}, errors
+    return f"cuts of 3 that are right: {right}"
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -244,6 +299,12 @@ def check_fsdp_memory() -> str:
 CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
+    Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
+    Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),
+    Check("bf16 weights rounded at random stay near fp32", 1, lambda: check_precision("bf16_pure")),
+    Check("fp8 products by torchao stay near fp32", 1, check_real_fp8),
+    Check("the policy of autocast on a GPU", 1, check_autocast_policy),
+    Check("fp16 on 2 GPUs under fsdp stays near fp32", 2, lambda: check_precision("fp16", "fsdp", 2)),
     Check("activations are recomputed, offloaded and counted", 1, check_activations),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
@@ -267,6 +328,17 @@ CHECKS = (
         2,
         lambda: check_shared_samples(parallel__pp=2, parallel__pp_schedule="zbv"),
     ),
+    Check(
+        "fsdp with an exchange every micro-batch on 2 GPUs equals one GPU",
+        2,
+        lambda: check_accumulated("fsdp", parallel__gradient_sync="every"),
+    ),
+    Check(
+        "accumulation with square-root weights on 2 GPUs equals one GPU",
+        2,
+        lambda: check_accumulated("ddp", train__loss_weighting="sqrt"),
+    ),
+    Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
 )

@@ -250,12 +250,15 @@ class Sleeper:
         self.second_copy = halves["dp"].get_local_rank() == 1
         self.seconds = 0.0
         """Slept so far, as planned."""
+        self.is_awake = False
+        """Whether what was planned is only counted."""
         self.actions: list[Action] = []
         """What ran under `watch`: from 0 to the seconds that were slept in it."""
 
     def sleep(self, times: int, *_: Any) -> None:
         self.seconds += SLEEP_S * times
-        time.sleep(SLEEP_S * times)
+        if not self.is_awake:
+            time.sleep(SLEEP_S * times)
 
     def wrap(self, stage: nn.Module) -> nn.Module:
         parts = dict(stage.named_modules())
@@ -330,8 +333,9 @@ def decide_by(scheduler: AdaptivePipelineScheduler, forward_s: list[float], like
 def sleep_under_every_split(
     scheduler: AdaptivePipelineScheduler, sleeper: Sleeper
 ) -> dict[tuple[int, ...], list[list[Action]]]:
-    """Run a step under every split into two stages; return what each rank did, and slept in it, by layers a stage."""
+    """Run a step under every split into two stages; return what each rank did, and was to sleep, by layers a stage."""
     pipe, found = scheduler.pipeline, {}
+    sleeper.is_awake = True
     for first in range(1, pipe.split.num_layers):
         scheduler.move(split_into((first, pipe.split.num_layers - first)))
         sleeper.actions = []

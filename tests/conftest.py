@@ -1,8 +1,22 @@
-"""The marker `gpu(n)`: a test that needs n GPUs is skipped where there are fewer, with the reason."""
+"""The order of the files, and the marker `gpu(n)`: a test that needs n GPUs is skipped where there are fewer."""
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
+
 import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take long first, so that in the end no worker waits for another one's.
+
+    Between them stand those that drive a notebook: they wait much of their time, and leave their core to the others.
+    """
+    slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
+    waiting = [item.path for item in items if item.get_closest_marker("notebook") and item.path not in slow]
+    both = chain.from_iterable(zip_longest(slow, dict.fromkeys(waiting)))
+    place = {path: number for number, path in enumerate(both)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.hookimpl(tryfirst=True)  # before the test's fixtures are built: they may need the GPUs too

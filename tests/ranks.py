@@ -6,31 +6,43 @@ import fcntl
 import json
 import os
 import sys
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_server import ScriptStarter
 
 from vlmcourse.notebook.failure import RankFailure
+from vlmcourse.notebook.jobs import open_job_folder
 from vlmcourse.notebook.launcher import run_ranks
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
+@cache
+def script_starter() -> ScriptStarter:
+    return ScriptStarter(CPU_ONLY)
+
+
 def run_worker(script: str, *arguments: str, nproc: int = 2, timeout_s: float = 200) -> None:
     """Run `tests/<script>` on `nproc` CPU ranks; a failure shows what they printed."""
     lines: list[str] = []
-    argv = [sys.executable, str(Path(__file__).parent / script), *arguments]
-    try:
-        run_ranks(
-            argv,
-            nproc,
-            timeout_s=timeout_s,
-            env=CPU_ONLY,
-            on_line=lambda rank, line: lines.append(f"[{rank}] {line}"),
-        )
-    except RankFailure as error:
-        raise AssertionError("\n".join([*lines[-80:], str(error)])) from error
+    argv = [str(Path(__file__).parent / script), *arguments]
+    with open_job_folder() as folder:
+        starts_rank = partial(script_starter().start, argv, folder.path) if sys.platform == "linux" else None
+        try:
+            run_ranks(
+                [sys.executable, *argv],
+                nproc,
+                timeout_s=timeout_s,
+                env=CPU_ONLY,
+                on_line=lambda rank, line: lines.append(f"[{rank}] {line}"),
+                private_dir=folder.path,
+                starter=starts_rank,
+            )
+        except RankFailure as error:
+            raise AssertionError("\n".join([*lines[-80:], str(error)])) from error
 
 
 def read_part(factory: pytest.TempPathFactory, script: str, part: str, nproc: int = 2) -> list[dict[str, Any]]:
@@ -44,9 +56,9 @@ def read_part(factory: pytest.TempPathFactory, script: str, part: str, nproc: in
     with (shared / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker's run counts for this one too
         if not folder.exists():
-            partial = shared / f"{folder.name}.partial"
-            partial.mkdir(exist_ok=True)
-            run_worker(script, str(partial), nproc=nproc)
-            partial.rename(folder)
+            unfinished = shared / f"{folder.name}.partial"
+            unfinished.mkdir(exist_ok=True)
+            run_worker(script, str(unfinished), nproc=nproc)
+            unfinished.rename(folder)
     found = [json.loads((folder / f"found{rank}.json").read_text(encoding="utf-8")) for rank in range(nproc)]
     return [of_rank[part] for of_rank in found]

@@ -15,7 +15,12 @@ from vlmcourse.grading.release import find_differences
 from vlmcourse.grading.run import PreparedCourse, grade_submission, list_assignments, prepare_course
 
 ROOT = Path(__file__).parents[1]
-POINTS = {"ch01b_model_parallelism": (22, 0), "ch04_checkpointing": (12, 0)}
+POINTS = {
+    "ch01b_model_parallelism": (22, 0),
+    "ch02_accumulation": (16, 2),
+    "ch03_precision": (16, 5),
+    "ch04_checkpointing": (12, 0),
+}
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]

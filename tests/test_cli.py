@@ -63,6 +63,12 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     assert done.stdout.rstrip().endswith("False")
 
 
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "vlmcourse", "trian"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: vlmcourse [") and "did you mean 'train'?" in done.stderr
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_explains_its_arguments(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -197,6 +203,8 @@ def test_of_ranks_that_another_launcher_started_the_first_alone_checks_the_folde
 ) -> None:
     monkeypatch.setattr(train, "_train_here", lambda args, config: 0)
     (tmp_path / "file").touch()
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     for rank, code in (("0", 2), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         assert cli.main(arguments(tmp_path / "file")) == code
@@ -278,6 +286,20 @@ def test_one_process_trains_and_prints_its_outcome(
     assert (outcome["strategy"], outcome["world_size"], outcome["num_steps"]) == ("single", 1, 6)
     steps = [json.loads(line)["step"] for line in (tmp_path / "tiny" / "log.jsonl").read_text().splitlines()]
     assert steps == [2, 4, 6]
+
+
+def test_a_first_step_that_cannot_be_made_leaves_an_earlier_run_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "log.csv").touch()
+    assert cli.main(arguments(tmp_path, parallel__strategy="single", data__max_seq_len=20)) == 2
+    assert "more than the 20 of data.max_seq_len: raise it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["log.csv"]
 
 
 @pytest.mark.slow

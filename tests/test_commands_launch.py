@@ -209,6 +209,39 @@ def test_two_hosts_get_a_command_each(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"# on {host}:\n{command}\n" in outcome["text"]
 
 
+def test_a_file_of_commands_says_that_it_is_no_script_and_where_each_belongs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--target", "torchrun", "--hosts", "h1,h2", "--out", str(tmp_path / "t.sh")]
+    shown = launch(capsys, *flags)
+    outcome = json.loads(launch(capsys, *flags, "--force", "--json"))
+    assert outcome["hosts"] == ["h1", "h2"]
+    first, second = outcome["commands"]
+    assert shown == (
+        f"wrote {tmp_path}/t.sh, a list of commands, one a machine, and no script; start\n"
+        f"  on h1: {first}\n  on h2: {second}\n"
+    )
+    assert (tmp_path / "t.sh").read_text().startswith("# A list of commands, one a machine, and no script: bash would")
+
+
+def test_what_auto_chooses_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["launch", TINY, "--target", "slurm", "--nodes", "2", "--set", "parallel.strategy=auto"]
+    assert cli.main(flags) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash\n")
+    reason = "parallel.strategy = 'auto' chose fsdp: 16 ranks, at most 16: shards (fsdp), and the language tower's"
+    assert shown.err.startswith(reason) and shown.err.count("\n") == 1
+    assert cli.main([*flags, "--json"]) == 0
+    shown = capsys.readouterr()
+    outcome = json.loads(shown.out)
+    assert (outcome["strategy"], outcome["choice"] + "\n") == ("fsdp", shown.err)
+    assert cli.main([*flags, "--set", f"model.hf_folder={tmp_path}/none", "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["strategy"] == "auto" and "is left to the ranks, which choose when they start" in outcome["choice"]
+    outcome = json.loads(launch(capsys, "--target", "slurm", "--json"))
+    assert (outcome["strategy"], outcome["choice"]) == ("ddp", "")
+
+
 def test_one_host_needs_no_meeting_place(capsys: pytest.CaptureFixture[str]) -> None:
     text = launch(capsys, "--target", "torchrun", "--cpu", "--nproc-per-node", "2")
     train = ["-m", "vlmcourse.cli", "train", TINY]
@@ -244,6 +277,8 @@ def test_one_host_needs_no_meeting_place(capsys: pytest.CaptureFixture[str]) -> 
         (["--target", "k8s", "--image", "x", "--namespace", "A"], "--namespace 'A': must be"),
         (["--target", "k8s", "--image", "x", "--claim", "a_b"], "--claim 'a_b': must be"),
         (["--target", "k8s", "--image", "x", "--memory", "lots"], "--memory 'lots': must be a number with a unit"),
+        (["--target", "k8s", "--image", "x", "--memory", "64"], "--memory '64': must be a number with a unit"),
+        (["--target", "k8s", "--image", "x", "--memory", "1.5"], "--memory '1.5': must be a number with a unit"),
         (["--target", "k8s", "--image", "x", "--claim", ""], "--claim '': must not be empty"),
         (["--target", "k8s", "--image", "x", "--set", "run.output_dir=/data"], "a run writes to /runs, where --claim"),
         (["--target", "k8s", "--image", "x", "--resume"], "--resume without --claim: pods start with an empty folder"),
@@ -290,7 +325,11 @@ def test_a_file_is_written_once_and_overwritten_only_with_force(
     assert outcome["path"] == str(out) and outcome["text"] == out.read_text() != first
     assert "there is no folder" in refusal(capsys, "--target", "slurm", "--out", str(tmp_path / "none" / "a"))
     (tmp_path / "folder").mkdir()
-    assert "it cannot be written" in refusal(capsys, "--target", "slurm", "--out", str(tmp_path / "folder"), "--force")
+    for force in ([], ["--force"]):
+        message = refusal(capsys, "--target", "slurm", "--out", str(tmp_path / "folder"), *force)
+        assert f"--out {tmp_path}/folder: this is a folder: name a file in it, such as {tmp_path}/folder/job" in message
+        assert "--force" not in message
+    assert "it cannot be written" in refusal(capsys, "--target", "slurm", "--out", str(tmp_path / ("a" * 300)))
 
 
 def test_launch_needs_no_torch() -> None:

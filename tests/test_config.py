@@ -26,7 +26,7 @@ def test_there_is_a_shipped_config() -> None:
 
 def test_all_mistakes_are_listed_together() -> None:
     table = {
-        "train": {"num_step": 5, "precision": "fp16", "micro_batch_size": 0, "max_grad_norm": "1"},
+        "train": {"num_step": 5, "precision": "fp61", "micro_batch_size": 0, "max_grad_norm": "1"},
         "optimiser": {},
         "model": {"freeze": ["vison"]},
         "data": {"dataset": "llava"},
@@ -37,7 +37,7 @@ def test_all_mistakes_are_listed_together() -> None:
     assert len(caught.value.problems) == 7
     for hint in (
         "train.num_step: there is no such key; did you mean 'num_steps'?",
-        "train.precision = 'fp16': did you mean 'bf16'?",
+        "train.precision = 'fp61': did you mean 'fp16'?",
         "train.micro_batch_size = 0: must be 1 or greater",
         "train.max_grad_norm = '1': must be float, not str",
         "[optimiser]: there is no such section; did you mean 'optimizer'?",
@@ -50,6 +50,19 @@ def test_all_mistakes_are_listed_together() -> None:
 def test_freezing_every_tower_is_refused() -> None:
     with pytest.raises(ConfigError, match="names every tower"):
         parse_config({"model": {"freeze": ["vision", "projector", "language"]}})
+
+
+@pytest.mark.parametrize("data", [{}, {"dataset": "digits"}])
+def test_keys_that_digits_do_not_read_are_refused(data: dict[str, str]) -> None:
+    unread = {"path": "chats.json", "image_dir": "pictures", "on_bad_row": "skip"}
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"data": data | unread})
+    assert caught.value.problems == tuple(
+        f"data.{key} = {value!r} with dataset = 'digits': only 'llava' reads it; set dataset = 'llava', or leave it out"
+        for key, value in unread.items()
+    )
+    parse_config({"data": data | {"path": "", "image_dir": "", "on_bad_row": "refuse"}})  # as a saved one has them
+    parse_config({"data": unread | {"dataset": "llava"}})
 
 
 def test_overrides_win_and_are_checked() -> None:

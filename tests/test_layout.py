@@ -8,10 +8,16 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from vlmcourse.config import ConfigError, parse_config
 from vlmcourse.layout import AXES, SCHEDULES, STRATEGIES, Layout, ParallelConfig, find_layout, sequence_multiple
+from vlmcourse.parallel.apply import apply_strategy, check_strategy
+from vlmcourse.parallel.mesh import find_place
+from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.degrees import check_shape_divides, resolve_auto, settle
+from vlmcourse.planner.grid import list_shares
 from vlmcourse.presets import get_model
 
 
@@ -94,11 +100,35 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(config: ParallelConfig, wo
         ({"strategy": "fsdp", "vision_heads": "pad"}, "choose one of split, pad_heads"),
     ],
 )
-def test_values_that_do_not_go_together_are_refused_with_the_configuration(
-    parallel: dict[str, object], words: str
+def test_values_that_do_not_go_together_are_refused_from_a_file_and_in_python(
+    parallel: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config({"parallel": parallel})
+    config, ranks = ParallelConfig(**parallel), Ranks(0, 0, 1, torch.device("cpu"), "none")
+    for refuse in (
+        lambda: apply_strategy(nn.Linear(2, 2), config, ranks),
+        lambda: check_strategy(nn.Linear(2, 2), config, ranks),
+        lambda: find_place(config, ranks),
+        lambda: list_shares(config, 8, get_model("tiny")),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            refuse()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tp": "2"}, "parallel.tp = '2': must be of type int, not str"),
+        ({"tp": 2.0}, "parallel.tp = 2.0: must be of type int, not float"),
+        ({"adaptive": 1}, "parallel.adaptive = 1: must be of type bool, not int"),
+        ({"strategy": None}, "parallel.strategy = None: must be of type str, not NoneType"),
+        ({"timeout_s": True}, "parallel.timeout_s = True: must be of type float, not bool"),
+        ({"timeout_s": 60, "tp": 0}, "parallel.tp = 0: must be 1 or greater"),
+    ],
+)
+def test_values_of_another_type_are_named(values: dict[str, Any], words: str) -> None:
+    assert ParallelConfig(**values).problems() == [words]
 
 
 LAYOUTS = [Layout(**dict(zip(AXES, sizes, strict=True))) for sizes in product((1, 2), (1, 2), (1, 3), (1, 2), (1, 2))]

@@ -1,7 +1,10 @@
 """Parts of `%%torchrun` that need no process: flags, the text of the cell, variables, the private folder."""
 
+import os
 import re
+import shutil
 import stat
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 import torch
 from IPython.core.inputtransformer2 import TransformerManager
 
+from vlmcourse.notebook import jobs
 from vlmcourse.notebook.cell import CellSyntaxError, prepare_cell
 from vlmcourse.notebook.cell_run import select_variables
 from vlmcourse.notebook.hints import explain_limit, explain_missing_group, explain_missing_name
@@ -158,6 +162,77 @@ def test_the_private_folder_is_the_users_alone_and_disappears() -> None:
         with pytest.raises(FileExistsError):
             write_private(folder.path / "planted", b"mine")
     assert not folder.path.exists()
+
+
+def test_a_folder_goes_with_its_object_and_with_its_process_but_not_with_a_fork(tmp_path: Path) -> None:
+    program = """
+import os
+from vlmcourse.notebook.jobs import make_job_folder
+kept, lost = make_job_folder(), make_job_folder()
+path = lost.path
+del lost
+assert kept.path.exists() and not path.exists()
+child = os.fork()
+if child == 0:
+    del kept
+    os._exit(0)
+os.waitpid(child, 0)
+assert kept.path.exists()
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=60, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_written_while_the_folder_is_removed_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, late = shutil.rmtree, ["peak-1"]
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if late:  # what a guard writes at its end
+            (path / late.pop()).touch()
+            return
+        real(path, ignore_errors)
+
+    monkeypatch.setattr(jobs.shutil, "rmtree", rmtree)
+    with open_job_folder() as folder:
+        pass
+    assert not folder.path.exists()
+
+
+INTERRUPTED = """
+import os, random, signal, threading, time
+from vlmcourse.notebook.jobs import open_job_folder
+is_armed, fires, draws, num_interrupts, num_used = False, True, random.Random(0), 0, 0
+def on_interrupt(number, frame):
+    global is_armed
+    if is_armed:
+        is_armed = False
+        raise KeyboardInterrupt
+def fire():
+    while fires:
+        time.sleep(draws.uniform(0, 0.002))
+        os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, on_interrupt)
+thread = threading.Thread(target=fire)
+thread.start()
+while num_interrupts < 100:
+    try:
+        while True:
+            is_armed = True
+            with open_job_folder():
+                num_used += 1
+    except KeyboardInterrupt:
+        num_interrupts += 1
+fires = False
+thread.join()
+assert num_used
+left = os.listdir(os.environ["TMPDIR"])
+os._exit(len(left))  # at once: the end of the process would remove them
+"""
+
+
+def test_interrupts_at_any_moment_leave_no_folder(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, timeout=60).returncode == 0
 
 
 def test_outputs_that_are_missing_or_cannot_travel_leave_a_reason(tmp_path: Path) -> None:

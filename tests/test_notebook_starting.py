@@ -13,6 +13,7 @@ import psutil
 import pytest
 from notebook_kernel import Kernel, is_server, loaded_kernel
 
+from vlmcourse.grading import process
 from vlmcourse.notebook import jobs, starting
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(280)]
@@ -191,6 +192,18 @@ def test_folders_of_killed_kernels_are_removed_by_the_next_one(tmp_path: Path, m
     with jobs.open_job_folder() as folder:
         jobs.remove_orphans()
         assert [path for path in tmp_path.iterdir()] == [folder.path]
+
+
+def test_a_kernel_of_grading_starts_its_server_with_the_first_cell_that_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(starting, "ForkServerClient", lambda env: made.append(env))
+    monkeypatch.setenv(starting.START_LATE, process._environment(tmp_path)[starting.START_LATE])
+    ranks = starting.RankStarter()
+    assert not made
+    ranks.prepare()
+    assert len(made) == 1
 
 
 def test_a_change_of_the_package_between_two_ranks_of_a_cell_waits_for_the_next_cell(

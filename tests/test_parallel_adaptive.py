@@ -23,8 +23,9 @@ from ranks import run_worker
 
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
-from vlmcourse.parallel.best_split import find_best_split, step_s
+from vlmcourse.parallel.best_split import find_best_split
 from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes, _Action, _Step, typical_s
+from vlmcourse.parallel.played_step import step_s
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.stages import EMBEDDING, VLMStage
 from vlmcourse.parallel.timeline import makespan_s, mean_costs, replay_actions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise
@@ -11,18 +12,17 @@ import pytest
 from pipeline_orders import torch_order
 from test_planner_stages import shape_of
 
-from vlmcourse.parallel import best_split
-from vlmcourse.parallel.best_split import backward_costs, find_best_split, step_s
+from vlmcourse.parallel import best_split, split_search
+from vlmcourse.parallel.best_split import find_best_split
 from vlmcourse.parallel.layer_times import LayerTimes
-from vlmcourse.parallel.timeline import bubble_fraction, makespan_s, replay_actions
-from vlmcourse.planner.pace import pace_s
+from vlmcourse.parallel.played_step import Player, backward_costs, step_s
+from vlmcourse.parallel.step_paths import StepPaths
+from vlmcourse.parallel.timeline import Action, bubble_fraction, makespan_s, replay_actions
 from vlmcourse.planner.schedules import SCHEDULES, find_schedule_problems, ideal_bubble_fraction
-from vlmcourse.planner.stages import StageSplit, split_evenly
+from vlmcourse.planner.stages import StageSplit, split_evenly, stage_rule
 
 ROUNDING = 1e-9
-"""Of sums in another order; where the search tries every split there is no other difference."""
-GREEDY = 0.02
-"""By which share a search from neighbor to neighbor may miss the best, of which there is no proof."""
+"""Of sums in another order; there is no other difference."""
 
 
 def splits_of(split: StageSplit) -> Iterator[StageSplit]:
@@ -107,39 +107,100 @@ def test_no_split_has_a_shorter_step_in_the_order_that_torch_runs(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_where_there_are_too_many_splits_to_try_the_search_comes_close_and_says_how_close(
+def test_the_search_that_leaves_splits_out_misses_none_that_is_better(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     draw = random.Random(schedule)
-    shape, pp = shape_of(5, 6), 2 if SCHEDULES[schedule].stages_per_rank == 2 else 4
-    present = split_evenly(shape, 4)
-    for _ in range(6):
-        times = draw_times(draw, 5, 6, torch_order(schedule, pp, 8), present)
-        exact = find_best_split(shape, times, schedule, present)
+    two = SCHEDULES[schedule].stages_per_rank == 2
+    for number in range(10):
+        num_vision, num_language = draw.randint(2, 5), draw.randint(3, 6)
+        pp, num_microbatches = (draw.choice((2, 3)), 6) if two else (draw.choice((2, 4, 5)), draw.choice((5, 8)))
+        shape = shape_of(num_vision, num_language)
+        num_stages = pp * (1 + two)
+        if num_stages > num_vision + num_language:
+            continue
+        present = split_evenly(shape, num_stages)
+        times = draw_times(draw, num_vision, num_language, torch_order(schedule, pp, num_microbatches), present)
+        rules = {"block_each": number % 3 == 1, "output_apart": number % 3 == 2}
+        exact = find_best_split(shape, times, schedule, present, **rules)
         with monkeypatch.context() as patch:
             patch.setattr(best_split, "MAX_PLAYED", 0)
-            searched = find_best_split(shape, times, schedule, present)
-        assert searched.least_s <= exact.step_s * (1 + ROUNDING)
-        assert exact.step_s * (1 - ROUNDING) <= searched.step_s <= exact.step_s * (1 + GREEDY)
-        assert judged_s(times, searched.split) == pytest.approx(searched.step_s, rel=ROUNDING)
-        if schedule == "gpipe":  # exact without trying
-            assert searched.step_s == pytest.approx(exact.step_s, rel=ROUNDING) == searched.least_s
+            searched = find_best_split(shape, times, schedule, present, **rules)
+            assert searched.is_exact and searched.step_s == pytest.approx(exact.step_s, rel=ROUNDING)
+            assert judged_s(times, searched.split) == pytest.approx(searched.step_s, rel=ROUNDING)
+            # With room for few unfinished splits it may miss the best, and says by how much at most.
+            patch.setattr(split_search, "WIDTHS", (1,))
+            patch.setattr(split_search, "ROUNDS", 4)
+            hasty = find_best_split(shape, times, schedule, present, **rules)
+        assert hasty.least_s <= exact.step_s * (1 + ROUNDING) and exact.step_s <= hasty.step_s * (1 + ROUNDING)
+        assert hasty.is_exact == (hasty.least_s == hasty.step_s)
 
 
-def test_the_pace_is_that_of_the_busiest_rank_and_the_bound_of_every_step() -> None:
-    split = split_evenly(shape_of(3, 4), 4)
-    costs = [float(n) for n in range(10)]  # stages of 0-1, 2-4, 5-6 and 7-9: 1, 9, 11, 24... by their layers
-    sums = [sum(costs[n] for n in split.layers(stage)) for stage in range(4)]
-    none = [0.0] * 10
-    assert pace_s("1f1b", split, costs, costs) == 2 * max(sums)
-    assert pace_s("interleaved", split, costs, none) == max(sums[0] + sums[2], sums[1] + sums[3])
-    assert pace_s("zbv", split, costs, none) == max(sums[0] + sums[3], sums[1] + sums[2])
-    assert pace_s("gpipe", split, costs, costs[::-1]) == max(sums) + max(
-        sum(costs[::-1][n] for n in split.layers(stage)) for stage in range(4)
+LARGE = [("1f1b", 16, 32), ("interleaved", 4, 8), ("zbv", 4, 16), ("dualpipev", 4, 16), ("gpipe", 16, 64)]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "num_microbatches"), LARGE)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_best_of_very_many_splits_is_proven_to_be_the_best_by_looking_at_few(
+    schedule: str, pp: int, num_microbatches: int, frozen: bool
+) -> None:
+    num_vision, num_language = (45, 48) if pp == 16 else (24, 24)
+    times = measured_times(num_vision, num_language, torch_order(schedule, pp, num_microbatches), frozen)
+    shape = shape_of(num_vision, num_language)
+    present = split_evenly(shape, pp * SCHEDULES[schedule].stages_per_rank)
+    found = find_best_split(shape, times, schedule, present)
+    assert found.is_exact and found.step_s == found.least_s < step_s(times, present)
+    assert found.step_s == pytest.approx(judged_s(times, found.split), rel=ROUNDING)
+    num_splits = math.comb(present.num_layers - 1, present.num_stages - 1)
+    print(
+        f"{schedule}, {present.num_layers} layers, {present.num_stages} stages: {found.num_tried} of {num_splits:.1e}"
     )
-    for schedule in ("interleaved", "zbv", "dualpipev"):
-        times = LayerTimes(tuple(costs), tuple(costs), 1, torch_order(schedule, 2, 4))
-        assert step_s(times, split) >= 4 * pace_s(schedule, split, costs, costs)
+    assert found.num_tried < 50_000 < 1e-3 * num_splits
+
+
+def measured_times(
+    num_vision: int, num_language: int, order: tuple[tuple[Action, ...], ...], frozen: bool
+) -> LayerTimes:
+    """Return times of two towers of like blocks, each a few percent off as measured ones are."""
+    draw = random.Random(0)
+    forward = [0.3] + [1.0] * num_vision + [0.4] + [1.7] * num_language + [2.5]
+    forward = [seconds * draw.uniform(0.95, 1.05) for seconds in forward]
+    trained = [not frozen or layer > num_vision for layer in range(len(forward))]
+    backward = [
+        2 * seconds * draw.uniform(0.95, 1.05) * is_trained
+        for seconds, is_trained in zip(forward, trained, strict=True)
+    ]
+    return LayerTimes(tuple(forward), tuple(backward), 1, order, tuple(trained))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_no_mixture_of_paths_is_longer_than_a_step(schedule: str) -> None:
+    draw, pp = random.Random(schedule), 3
+    num_stages = pp * SCHEDULES[schedule].stages_per_rank
+    shape, order = shape_of(4, 5), torch_order(schedule, pp, 6)
+    present = split_evenly(shape, num_stages)
+    times = draw_times(draw, 4, 5, order, present)
+    paths = StepPaths(Player(times), stage_rule(shape, num_stages))
+    splits = draw.sample(list(splits_of(present)), 20)
+    edges = [(*(split.layers(stage).start for stage in range(num_stages)), 12) for split in splits]
+    lengths = [step_s(times, split) for split in splits]
+    longest = [paths.longest(paths.stage_s(cut)) for cut in edges]
+    assert [seconds for seconds, _ in longest] == pytest.approx(lengths, rel=ROUNDING)
+    for (_, counts), seconds in zip(longest, lengths, strict=True):  # the path of a step is that long
+        assert (counts * paths.stage_s(edges[lengths.index(seconds)])).sum() == pytest.approx(seconds, rel=ROUNDING)
+    for _ in range(20):
+        mixture = sum(share * counts for share, (_, counts) in zip(_shares(draw, 20), longest, strict=True))
+        for cut, seconds in zip(edges, lengths, strict=True):
+            assert (mixture * paths.stage_s(cut)).sum() <= seconds * (1 + ROUNDING)
+    found_s, mixture, _, _ = paths.mix(paths.allowed, [counts for _, counts in longest[:3]], float("inf"), 40)
+    best_s = min(step_s(times, split) for split in splits_of(present))
+    assert 0.8 * best_s <= found_s <= best_s * (1 + ROUNDING)
+    assert found_s <= min((mixture * paths.stage_s(cut)).sum() for cut in edges) * (1 + ROUNDING)
+
+
+def _shares(draw: random.Random, num: int) -> list[float]:
+    weights = [draw.random() ** 4 for _ in range(num)]
+    return [weight / sum(weights) for weight in weights]
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
@@ -165,11 +226,10 @@ def test_layers_before_the_first_trained_one_cost_what_they_would_where_they_go(
         again = find_best_split(shape, measured(found.split), schedule, found.split)
         assert again.split == found.split
         assert step_s(measured(found.split), found.split) == pytest.approx(found.step_s, rel=ROUNDING)
-    # A search that finds nothing does not claim that there is nothing to find.
+    # So it is where not every split is played.
     monkeypatch.setattr(best_split, "MAX_PLAYED", 0)
-    monkeypatch.setattr(best_split, "_search", lambda player, starts, *_: player.best_of(starts[:1]))
     found = find_best_split(shape, measured(starts[0]), schedule, starts[0])
-    assert found.split == starts[0] and found.least_s <= best_s * (1 + ROUNDING) < found.step_s
+    assert found.is_exact and found.step_s == pytest.approx(best_s, rel=ROUNDING)
 
 
 def test_a_split_backward_of_frozen_layers_has_no_gradients_of_weights() -> None:

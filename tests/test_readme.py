@@ -19,7 +19,8 @@ from readme import README, ROOT, environment, notebook_cells, shell_commands, to
 from vlmcourse import cli
 from vlmcourse.cli import COMMANDS
 from vlmcourse.commands.doctor import CHAPTERS
-from vlmcourse.commands.train import check_degrees, parse_overrides
+from vlmcourse.commands.start import check_degrees
+from vlmcourse.commands.train import parse_overrides
 from vlmcourse.config import load_config, parse_config
 from vlmcourse.layout import CONTEXT_METHODS, SCHEDULES, VISION_HEADS
 

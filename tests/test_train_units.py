@@ -125,8 +125,8 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32() -> None
 
 
 def test_unknown_precision_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose fp32 or bf16"):
-        autocast("fp16", torch.device("cpu"))
+    with pytest.raises(ValueError, match="choose one of fp32, bf16, fp16"):
+        autocast("fp99", torch.device("cpu"))
 
 
 def test_seeds_differ_by_purpose_step_and_rank_and_repeat() -> None:

@@ -7,7 +7,6 @@ Enters: a TOML file and `section.key=value` overrides. Leaves: a `TrainConfig`. 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tomllib
 import types
@@ -17,18 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmcourse.batch import describe_batch, effective_batch_size
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
 from vlmcourse.recompute import ActivationsConfig
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_values, did_you_mean
 
 TOWERS = ("vision", "projector", "language")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16_master", "bf16_pure", "fp8")
+LOSS_WEIGHTINGS = ("tokens", "sqrt")
+LAST_GROUPS = ("fill", "short", "drop")
 DATASETS = ("digits", "llava")
 BAD_ROW_POLICIES = ("refuse", "skip")
-HF_WEIGHTS_FILE = "model.safetensors"
-HF_INDEX_FILE = "model.safetensors.index.json"
-"""Names that transformers gives: weights in one file, or a list of the files that they are in."""
 MAX_SEED = 2**63 - 1
 """TOML's largest integer; torch takes 64 bits, NumPy any number."""
 
@@ -108,6 +107,13 @@ class DataConfig:
             found.append("data.path is empty: dataset = 'llava' needs the path of its JSON or JSONL file")
         if self.on_bad_row not in BAD_ROW_POLICIES:
             found.append(f"data.on_bad_row = {self.on_bad_row!r}: {did_you_mean(self.on_bad_row, BAD_ROW_POLICIES)}")
+        elif self.dataset == "digits":
+            found += [
+                f"data.{name} = {getattr(self, name)!r} with dataset = 'digits': only 'llava' reads it; set dataset = "
+                "'llava', or leave it out"
+                for name in ("path", "image_dir", "on_bad_row")
+                if getattr(self, name) != getattr(DataConfig, name)
+            ]
         found += at_least_one(self, "data", "num_train_samples", "num_eval_samples", "max_seq_len")
         found += at_least_one(self, "data", "max_tiles_per_image")
         return found
@@ -123,8 +129,15 @@ class TrainSection:
     """Samples in one forward pass of one rank."""
     accumulation_steps: int = 1
     """Micro-batches a rank adds up before one optimizer step."""
+    last_group: str = "fill"
+    """What the end of an epoch does where it leaves fewer samples than a step takes: fill (up from the next epoch),
+    short (a step of what is left, with fewer micro-batches), drop (leave them out)."""
+    loss_weighting: str = "tokens"
+    """tokens (all supervised tokens of a step weigh the same) or sqrt (InternVL 2.5's square averaging: those of a
+    sample with n of them weigh 1 / sqrt(n))."""
     precision: str = "fp32"
-    """fp32, or bf16 (autocast over fp32 weights)."""
+    """fp32; bf16 or fp16 (autocast over fp32 weights, fp16 with a loss scaler); bf16_master or bf16_pure (bf16 weights,
+    with fp32 copies in the optimizer or rounded at random); fp8 (8-bit operands of matrix products)."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     log_every: int = 10
@@ -142,6 +155,9 @@ class TrainSection:
         found = at_least_one(self, "train", "num_steps", "micro_batch_size", "accumulation_steps", "log_every")
         found += at_least_one(self, "train", "keep_checkpoints")
         found += at_least_zero(self, "train", "max_grad_norm", "eval_every", "checkpoint_every")
+        for name, known in (("last_group", LAST_GROUPS), ("loss_weighting", LOSS_WEIGHTINGS)):
+            if getattr(self, name) not in known:
+                found.append(f"train.{name} = {getattr(self, name)!r}: {did_you_mean(getattr(self, name), known)}")
         if self.precision not in PRECISIONS:
             found.append(f"train.precision = {self.precision!r}: {did_you_mean(self.precision, PRECISIONS)}")
         return found
@@ -191,47 +207,33 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
+        found += precision_problems(self.train.precision, self.parallel)
         found += self.activations.contradictions(self.parallel, self.model.freeze)
         if found:
             raise ConfigError("The training configuration", found)
 
 
-def check_files(config: TrainConfig) -> None:
-    """Refuse a run whose files are not there, before any rank starts to look for them.
-
-    Raises:
-        ConfigError: listing every key that names a missing file or folder.
-    """
-    data, hf_folder, found = config.data, config.model.hf_folder, []
-    if hf_folder and not (Path(hf_folder) / "config.json").is_file():
-        found.append(f"model.hf_folder = {hf_folder!r}: there is no config.json in it; give a Hugging Face folder")
-    elif hf_folder:
-        found += [f"model.hf_folder = {hf_folder!r}: {problem}" for problem in _find_weights_problems(Path(hf_folder))]
-    if data.tokenizer != "builtin" and not Path(data.tokenizer).is_dir():
-        found.append(f"data.tokenizer = {data.tokenizer!r}: there is no such folder; give one, or 'builtin'")
-    if data.dataset == "llava" and not Path(data.path).is_file():
-        found.append(f"data.path = {data.path!r}: there is no such conversation file")
-    if data.dataset == "llava" and not Path(data.image_dir).is_dir():
-        found.append(f"data.image_dir = {data.image_dir!r}: there is no such folder")
-    if found:
-        raise ConfigError("The training configuration", found)
-
-
-def _find_weights_problems(folder: Path) -> list[str]:
-    """Return which files of weights a Hugging Face folder lacks."""
-    if (folder / HF_WEIGHTS_FILE).is_file():
-        return []
-    index = folder / HF_INDEX_FILE
-    if not index.is_file():
-        return [f"it has neither {HF_WEIGHTS_FILE} nor {HF_INDEX_FILE}; save the model as safetensors"]
-    try:
-        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return [f"{HF_INDEX_FILE} is not a list of files; download it again"]
-    missing = [name for name in named if not (folder / name).is_file()]
-    if not missing:
-        return []
-    return [f"{len(missing)} of {len(named)} files of weights are not there, the first is {missing[0]}; download all"]
+def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
+    """Return which options of the ranks a precision does not go with, one sentence each."""
+    found = []
+    if precision == "fp8" and parallel.tp > 1:
+        found.append(
+            f"train.precision = 'fp8' with tp = {parallel.tp}: a tensor's scale comes from its largest element, "
+            "and each rank sees a part of the tensor only; choose bf16, or tp = 1"
+        )
+    if precision in ("fp8", "bf16_master", "bf16_pure") and parallel.adaptive:
+        found.append(
+            f"train.precision = {precision!r} with parallel.adaptive = true: layers that move between ranks are built "
+            "anew with plain weights and layers; choose bf16, or leave adaptive out"
+        )
+    if precision in ("bf16_master", "bf16_pure") and parallel.compression != "none":
+        found.append(
+            f"train.precision = {precision!r} with parallel.compression = {parallel.compression!r}: gradients are bf16 "
+            "already; leave compression out"
+        )
+    if precision == "fp8" and parallel.strategy == "auto":
+        found.append("train.precision = 'fp8' with parallel.strategy = 'auto': it may choose tp; name a strategy")
+    return found
 
 
 def check_batch(config: TrainConfig, dp_degree: int) -> None:
@@ -245,13 +247,13 @@ def check_batch(config: TrainConfig, dp_degree: int) -> None:
         ConfigError: naming the keys that do not fit together.
     """
     data, train = config.data, config.train
-    batch = train.micro_batch_size * train.accumulation_steps * dp_degree
+    sizes = train.micro_batch_size, train.accumulation_steps, dp_degree
+    batch = effective_batch_size(*sizes)
     if data.dataset == "digits" and data.num_train_samples < batch:
-        product = f"{train.micro_batch_size} x {train.accumulation_steps} x {dp_degree} = {batch}"
         problem = (
-            f"data.num_train_samples = {data.num_train_samples}: one optimizer step takes {product} samples "
-            "(train.micro_batch_size x train.accumulation_steps x data-parallel ranks), and there must be that many; "
-            "raise it, or lower one of these"
+            f"data.num_train_samples = {data.num_train_samples}: one optimizer step takes "
+            f"{describe_batch(*sizes)} samples (train.micro_batch_size x train.accumulation_steps x data-parallel "
+            "ranks), and there must be that many; raise it, or lower one of these"
         )
         raise ConfigError("The training configuration", [problem])
 

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from vlmcourse.values import at_least_one, at_least_zero, check_values, did_you_mean
+from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, did_you_mean
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto")
 WHOLE_WEIGHTS = ("single", "ddp", "zero1")
@@ -28,6 +28,7 @@ SHARDED = ("zero2", "fsdp", "hsdp")
 VISION_HEADS = ("split", "pad_heads", "mlp_only")
 VISION_PLANS = (*VISION_HEADS, "replicate")
 """What tensor parallelism may do with the vision tower."""
+GRADIENT_SYNCS = ("last", "every")
 COMPRESSIONS = ("fp16", "bf16", "powersgd")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("zigzag", "contiguous")
@@ -73,6 +74,9 @@ class ParallelConfig:
     """ddp only: what gradients travel as: none (themselves), fp16, bf16, powersgd (low rank, with error feedback)."""
     prefetch: int = 0
     """zero2, fsdp, hsdp: blocks whose weights are asked for ahead of the one that computes; 0 leaves it to PyTorch."""
+    gradient_sync: str = "last"
+    """zero2, fsdp, hsdp: with which micro-batches ranks exchange gradients: last (one exchange a step; until then each
+    rank keeps whole gradients) or every (an exchange a micro-batch; shards are kept)."""
     adaptive: bool = False
     """pp only: measure the layers in the first steps, and move them between ranks where that makes steps faster."""
     vision_stages: int = 0
@@ -93,11 +97,14 @@ class ParallelConfig:
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
+        if found := check_types(self, "parallel"):
+            return found
         found = check_values(self, "parallel", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
         for name, known in (
             ("strategy", STRATEGIES),
             ("vision_heads", VISION_HEADS),
             ("compression", ("none", *COMPRESSIONS)),
+            ("gradient_sync", GRADIENT_SYNCS),
             ("cp_method", CONTEXT_METHODS),
             ("cp_order", CONTEXT_ORDERS),
             ("pp_schedule", SCHEDULES),
@@ -149,6 +156,12 @@ class ParallelConfig:
         if self.prefetch and self.strategy not in SHARDED:
             found.append(
                 f"parallel.prefetch = {self.prefetch} with strategy = {self.strategy!r}: it gathers no weights ahead; "
+                "leave it out"
+            )
+        if self.gradient_sync == "every" and (self.strategy not in SHARDED or self.pp > 1):
+            found.append(
+                f"parallel.gradient_sync = 'every' with strategy = {self.strategy!r}, pp = {self.pp}: only "
+                "shards become smaller by it (zero2, fsdp, hsdp), and a pipeline exchanges with the last micro-batch; "
                 "leave it out"
             )
         if self.strategy == "single" and self.cp > 1:
@@ -271,12 +284,15 @@ def align(rows: list[list[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def check_chosen(config: ParallelConfig) -> None:
-    """Refuse a strategy that is not chosen yet.
+def check_usable(config: ParallelConfig) -> None:
+    """Refuse a configuration that no model can be distributed by, however it was made: in Python or from a file.
 
     Raises:
-        ValueError: if it is auto; the message says what chooses.
+        ConfigError: listing every wrong value and contradiction.
+        ValueError: if the strategy is auto; the message says what chooses.
     """
+    if found := config.problems():
+        raise ConfigError("The parallel configuration", found)
     if config.strategy == "auto":
         raise ValueError(
             "parallel.strategy = 'auto' is not chosen yet: planner.degrees.settle(config, world_size, shape, "

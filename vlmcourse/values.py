@@ -18,6 +18,17 @@ class ConfigError(ValueError):
         super().__init__(f"{where} has {len(self.problems)} {noun}:\n{lines}")
 
 
+def check_types(section: object, prefix: str) -> list[str]:
+    """Return a sentence for each field of a dataclass whose value has another type than the field's."""
+    found = []
+    for name, hint in typing.get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        is_number = hint is float and isinstance(value, int) and not isinstance(value, bool)
+        if type(value) is not hint and not is_number:
+            found.append(f"{prefix}.{name} = {value!r}: must be of type {hint.__name__}, not {type(value).__name__}")
+    return found
+
+
 def at_least_one(section: object, prefix: str, *names: str) -> list[str]:
     """Return a sentence for each named field of `section` that is below 1."""
     return check_values(section, prefix, names, lambda value: value >= 1, "must be 1 or greater")

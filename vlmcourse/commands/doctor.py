@@ -64,6 +64,20 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks, two cells on 4",
         on_gpu="the same cells on NCCL, with times of the links between GPUs",
     ),
+    "ch02_accumulation": Chapter(
+        title="A batch larger than the memory: accumulation",
+        minutes=75,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks",
+        on_gpu="the same cells on NCCL, with PyTorch's own SyncBatchNorm",
+    ),
+    "ch03_precision": Chapter(
+        title="Fewer bits: which numbers survive",
+        minutes=80,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks; fp8 as casts before fp32 products",
+        on_gpu="bf16 from compute capability 8.0, fp8 products from 8.9 with torchao; before that fp16",
+    ),
     "ch04_checkpointing": Chapter(
         title="Keep it or compute it again: activation checkpointing",
         minutes=70,
@@ -142,7 +156,11 @@ def check_backends() -> list[Finding]:
         properties = torch.cuda.get_device_properties(index)
         value = f"{properties.name}, {properties.total_memory / GIB:.1f} GiB"
         bf16 = torch.cuda.get_device_capability(index) >= (8, 0)
-        fix = "" if bf16 else "no bf16 in hardware before the Ampere generation: use precision = 'fp32'"
+        fix = (
+            ""
+            if bf16
+            else "no bf16 before the Ampere generation: train.precision = 'fp16' (with a loss scaler) or 'fp32'"
+        )
         findings.append(Finding(f"gpu {index}", "ok" if bf16 else "note", value, fix))
     nccl = torch.distributed.is_nccl_available()
     fix = "" if nccl else "ranks fall back to gloo over CPU: install a CUDA build of torch 2.13.0"

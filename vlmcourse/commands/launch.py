@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import shlex
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmcourse.commands.pytorchjob import RUNS_FOLDER, PodRequest, check_pods, write_pytorchjob
-from vlmcourse.commands.train import add_config_arguments, check_degrees, parse_overrides
-from vlmcourse.config import RunConfig, TrainConfig, load_config
+from vlmcourse.commands.launch_request import count_nodes, find_folder_problems, find_problems, list_hosts
+from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
+from vlmcourse.commands.start import check_room, choose_degrees
+from vlmcourse.commands.train import add_config_arguments, parse_overrides
+from vlmcourse.config import TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
     DEFAULT_PORT,
     NO_GPUS,
@@ -31,16 +34,6 @@ TARGETS = ("slurm", "k8s", "torchrun")
 DEFAULT_RANKS = 8
 DEFAULT_MINUTES = 60
 TRAIN = ("-m", "vlmcourse.cli", "train")
-FLAGS_OF = {
-    "slurm": ("minutes", "partition", "account", "setup", "port"),
-    "k8s": ("image", "namespace", "memory", "claim"),
-    "torchrun": ("hosts", "port", "interface"),
-}
-"""Flags that not every target has a meaning for."""
-CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]*")
-HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
-INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
-MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -52,10 +45,24 @@ class Launch:
     """What a person types, one command a machine; empty where a file is handed in."""
     submit: str = ""
     """The command that the file is handed in with."""
+    hosts: tuple[str, ...] = ()
+    """The machine of each command, where there are several."""
+    strategy: str = ""
+    """How the ranks will share the work; auto where they choose themselves when they start."""
+    choice: str = ""
+    """What auto chose and why; empty under another strategy."""
 
     def commands_for(self, path: Path | None) -> list[str]:
         """Return what a person types where the text is saved in `path`."""
         return [f"{self.submit} {shlex.quote(str(path or 'FILE'))}"] if self.submit else list(self.commands)
+
+    def tell(self, path: Path) -> str:
+        """Return what a person is told once the text is in `path`."""
+        commands = self.commands_for(path)
+        if not self.hosts:
+            return "\n  ".join([f"wrote {path}; start it with", *commands])
+        lines = [f"on {host}: {command}" for host, command in zip(self.hosts, commands, strict=True)]
+        return "\n  ".join([f"wrote {path}, a list of commands, one a machine, and no script; start", *lines])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     launch = build_launch(args, config)
     if args.out is not None:
         write_file(args.out, launch.text, overwrite=args.force)
-    commands = launch.commands_for(args.out)
+    if launch.choice:  # not on stdout, which may go to a file or to sbatch
+        print(launch.choice, file=sys.stderr)
     if args.json:
         nodes = count_nodes(args)
         data = {
@@ -108,20 +116,23 @@ def run(args: argparse.Namespace) -> int:
             "nodes": nodes,
             "nproc_per_node": args.nproc_per_node,
             "world_size": nodes * args.nproc_per_node,
+            "strategy": launch.strategy,
+            "choice": launch.choice,
             "path": None if args.out is None else str(args.out),
-            "commands": commands,
+            "commands": launch.commands_for(args.out),
+            "hosts": list(launch.hosts),
             "text": launch.text,
         }
         print(json.dumps(data))
     elif args.out is None:
         print(launch.text, end="")
     else:
-        print("\n  ".join([f"wrote {args.out}; start it with", *commands]))
+        print(launch.tell(args.out))
     return 0
 
 
 def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
-    """Check the request and write the text for its target.
+    """Check the request and the run, and write the text for its target.
 
     Raises:
         ValueError: naming everything that cannot be used.
@@ -129,16 +140,22 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
     problems = find_problems(args)
     name = args.name or config.run.name
     if args.target == "k8s":
-        pods = _read_pods(args, name)
-        problems += check_pods(pods) + _find_folder_problems(args, config)
+        problems += check_pods(_read_pods(args, name)) + find_folder_problems(args, config)
     elif not name.isprintable() or not name.strip():
         problems.append(f"--name {name!r}: must be printable text")
     if problems:
         raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
+    settled, choice = choose_degrees(config, count_nodes(args) * args.nproc_per_node)
+    check_room(config)
+    return replace(_write_target(args, name), strategy=settled.strategy, choice=choice)
+
+
+def _write_target(args: argparse.Namespace, name: str) -> Launch:
+    """Write the text of a request that has been checked."""
     nodes = count_nodes(args)
-    check_degrees(config, nodes * args.nproc_per_node)
     if args.target == "k8s":
         toml = Path(args.config).read_text(encoding="utf-8-sig")
+        pods = _read_pods(args, name)
         return Launch(write_pytorchjob(pods, toml, tuple(train_flags(args))), submit="kubectl apply -f")
     job = TorchrunJob(
         command=(*TRAIN, args.config, *train_flags(args)), nproc=args.nproc_per_node, nnodes=(nodes, nodes)
@@ -165,90 +182,6 @@ def train_flags(args: argparse.Namespace) -> list[str]:
     return [*flags, "--resume"] if args.resume else flags
 
 
-def count_nodes(args: argparse.Namespace) -> int:
-    """Return how many machines there are."""
-    return args.nodes or len(list_hosts(args)) or 1
-
-
-def list_hosts(args: argparse.Namespace) -> list[str]:
-    """Return the addresses that --hosts names."""
-    return [] if args.hosts is None else [host.strip() for host in args.hosts.split(",")]
-
-
-def find_problems(args: argparse.Namespace) -> list[str]:
-    """Return what is wrong with a request, whatever its target, one sentence each."""
-    targets_of = {
-        flag: [target for target, flags in FLAGS_OF.items() if flag in flags]
-        for flag in dict.fromkeys(flag for flags in FLAGS_OF.values() for flag in flags)
-    }
-    found = [
-        f"--{flag}: has no meaning for --target {args.target}, only for {' and '.join(targets)}; leave it out"
-        for flag, targets in targets_of.items()
-        if args.target not in targets and getattr(args, flag) is not None
-    ]
-    found += [
-        f"--{flag} '': must not be empty; leave it out"
-        for flag in ("name", "namespace", "memory", "claim")
-        if getattr(args, flag) == ""
-    ]
-    if args.target == "torchrun" and args.cpus_per_node:
-        found.append("--cpus-per-node: torchrun reserves no cores; leave it out")
-    if args.force and args.out is None:
-        found.append("--force without --out: nothing is written")
-    counts = {"--nodes": args.nodes, "--nproc-per-node": args.nproc_per_node, "--minutes": args.minutes}
-    found += [
-        f"{flag} {value}: must be 1 or greater" for flag, value in counts.items() if value is not None and value < 1
-    ]
-    if args.cpus_per_node < 0:
-        found.append(f"--cpus-per-node {args.cpus_per_node}: must be 0 or greater")
-    for flag in ("partition", "account"):
-        value = getattr(args, flag)
-        if value is not None and not CLUSTER_NAME.fullmatch(value):
-            found.append(f"--{flag} {value!r}: must be letters, digits, '_', '.', ',' and '-'")
-    if args.port is not None and not 1 <= args.port <= MAX_PORT:
-        found.append(f"--port {args.port}: must be from 1 to {MAX_PORT}")
-    for line in args.setup or ():
-        if not line.isprintable():
-            found.append(f"--setup {line!r}: must be one line of shell; repeat --setup for more")
-    return found + (_find_host_problems(args) if args.target == "torchrun" else [])
-
-
-def _find_host_problems(args: argparse.Namespace) -> list[str]:
-    hosts, found = list_hosts(args), []
-    found += [f"--hosts {host!r}: must be a host name or an IPv4 address" for host in hosts if not HOST.fullmatch(host)]
-    if len(set(hosts)) < len(hosts):
-        found.append(f"--hosts {args.hosts}: names a machine twice")
-    if hosts and args.nodes is not None and args.nodes != len(hosts):
-        found.append(f"--nodes {args.nodes}: --hosts names {len(hosts)}; leave --nodes out")
-    if not hosts and args.nodes is not None and args.nodes > 1:
-        found.append(f"--nodes {args.nodes} without --hosts: torchrun has to know where they meet; name all machines")
-    if args.interface is not None and not INTERFACE.fullmatch(args.interface):
-        found.append(f"--interface {args.interface!r}: must be the name of a network interface, such as eth0")
-    if len(hosts) < 2:
-        found += [
-            f"--{flag}: one machine needs none; leave it out, or name several with --hosts"
-            for flag in ("port", "interface")
-            if getattr(args, flag) is not None
-        ]
-    return found
-
-
-def _find_folder_problems(args: argparse.Namespace, config: TrainConfig) -> list[str]:
-    """Return why a run in pods would write, or look for its checkpoint, elsewhere than its file and flags say."""
-    found, output_dir = [], config.run.output_dir
-    if output_dir not in (RunConfig.output_dir, RUNS_FOLDER):
-        found.append(
-            f"run.output_dir = {output_dir!r}: in a pod a run writes to {RUNS_FOLDER}, where --claim is mounted; leave "
-            f"it out, or --set run.output_dir={RUNS_FOLDER}"
-        )
-    if args.resume and not args.claim:
-        found.append(
-            "--resume without --claim: pods start with an empty folder, in which there is no checkpoint; name the "
-            "claim that the earlier run wrote to"
-        )
-    return found
-
-
 def _write_torchrun(args: argparse.Namespace, job: TorchrunJob) -> Launch:
     hosts = list_hosts(args)
     prefix = [NO_GPUS] if args.cpu else []
@@ -260,11 +193,12 @@ def _write_torchrun(args: argparse.Namespace, job: TorchrunJob) -> Launch:
     if len(hosts) < 2:
         return Launch(f"{commands[0]}\n", (commands[0],))
     head = (
-        f"# One command a machine, in the same folder on each. They wait for each other at {jobs[0].endpoint}.\n"
+        "# A list of commands, one a machine, and no script: bash would start the first of them and no other.\n"
+        f"# Start each on its machine, in the same folder. They wait for each other at {jobs[0].endpoint}.\n"
         "# Rank 0 writes the run's folder and may be on any of them: let them share it.\n"
     )
     parts = [f"# on {host}:\n{command}\n" for host, command in zip(hosts, commands, strict=True)]
-    return Launch("\n".join([head, *parts]), tuple(commands))
+    return Launch("\n".join([head, *parts]), tuple(commands), hosts=tuple(hosts))
 
 
 def _read_pods(args: argparse.Namespace, name: str) -> PodRequest:
@@ -285,9 +219,11 @@ def write_file(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a text to a file.
 
     Raises:
-        ValueError: if there is one already and it is not to be overwritten, or it cannot be written.
+        ValueError: if it is a folder, there is one already and it is not to be overwritten, or it cannot be written.
         FileNotFoundError: if there is no such folder.
     """
+    if os.path.isdir(path):  # unlike Path's own, without an error for a name that is too long
+        raise ValueError(f"--out {path}: this is a folder: name a file in it, such as {path / 'job'}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--out {path}: there is no folder {path.parent}: make it first")
     try:

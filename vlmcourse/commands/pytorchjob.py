@@ -21,7 +21,8 @@ LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """RFC 1123."""
 MAX_LABEL_CHARS = 63
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
+QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)")
+"""Kubernetes reads a number without a unit as bytes, which nobody means."""
 CONTAINER = "pytorch"
 """The operator looks for a container of this name."""
 HEAD = """\
@@ -71,7 +72,9 @@ def check_pods(pods: PodRequest) -> list[str]:
     elif not IMAGE.fullmatch(pods.image):
         found.append(f"--image {pods.image!r}: must be the name of a container image, such as registry/vlmcourse:gpu")
     if pods.memory and not QUANTITY.fullmatch(pods.memory):
-        found.append(f"--memory {pods.memory!r}: must be a number with a unit, such as 64Gi")
+        found.append(
+            f"--memory {pods.memory!r}: must be a number with a unit, such as 64Gi (Ki, Mi, Gi, Ti; k, M, G, T)"
+        )
     return found
 
 

@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.commands.gpu_order import order_gpus
-from vlmcourse.config import ConfigError, TrainConfig, check_batch, check_files, load_config
-from vlmcourse.layout import ParallelConfig, find_layout
+from vlmcourse.commands.start import check_degrees, check_rank_environment, check_room, find_shape
+from vlmcourse.config import ConfigError, TrainConfig, load_config
+from vlmcourse.config_files import check_files
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
 from vlmcourse.notebook.streams import TerminalPrinter
-from vlmcourse.planner.degrees import settle
 from vlmcourse.planner.grid import share_table
-from vlmcourse.planner.hf_config import read_hf_shape
-from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.train.folder import (
     POINTER_NAME,
     aside,
@@ -84,14 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
+    if args.nproc is not None and "RANK" in os.environ:
+        raise ValueError("--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun")
+    world_size = check_rank_environment(os.environ) if args.nproc is None else None
     config = load_config(args.config, parse_overrides(args.overrides))
-    if "RANK" in os.environ:
-        if args.nproc is not None:
-            raise ValueError(
-                "--nproc inside a rank: RANK is set already; leave --nproc out under torchrun or %%torchrun"
-            )
-        if os.environ["RANK"] == "0" and CHECKED not in os.environ:  # by torchrun: one rank says it
-            _check_start(args, config, int(os.environ.get("WORLD_SIZE", "1")))
+    if world_size is not None:
+        if int(os.environ["RANK"]) == 0 and CHECKED not in os.environ:  # by torchrun: one rank says it
+            _check_start(args, config, world_size)
         return _train_here(args, config)
     if args.nproc is not None:
         check_rank_count(args.nproc)
@@ -125,23 +122,6 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def check_degrees(config: TrainConfig, world_size: int) -> ParallelConfig:
-    """Refuse a number of ranks, degrees or samples that the run cannot use; return them without auto; see `settle`."""
-    settled, _ = settle(config.parallel, world_size, find_shape(config), config.train.accumulation_steps)
-    if settled.strategy != "auto":
-        check_batch(config, find_layout(settled, world_size).dp_degree)
-    return settled
-
-
-def find_shape(config: TrainConfig) -> VLMShape | None:
-    """Return the shape of the run's model; None where it is in a folder that is not on this machine.
-
-    Raises:
-        ValueError: if the folder's config.json cannot be used.
-    """
-    return read_hf_shape(config.model.hf_folder) if config.model.hf_folder else get_model(config.model.preset)
-
-
 def _order_gpus(config: TrainConfig) -> None:
     """Put tensor-parallel ranks on GPUs that are close to each other."""
     settled = check_degrees(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -157,6 +137,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
     With --verbose, also say which rank will hold what.
     """
     check_files(config)
+    check_room(config)
     check_run_folder(config, is_resumed=args.resume is not None)
     folder = run_folder(config)
     if args.resume is not None:
@@ -172,6 +153,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
 def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
     """Train in this process, which is the only one or one rank of several."""
     _order_gpus(config)  # before anything asks for a GPU
+    from vlmcourse.parallel.comm import wait_for_all
     from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
     from vlmcourse.train.trainer import Trainer
 
@@ -181,6 +163,8 @@ def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
     trainer = Trainer(config, ranks)
     if args.resume is not None:
         trainer.resume(args.resume or None)
+    trainer.load_step(trainer.step)  # what no step can be made of must not move an earlier run aside
+    wait_for_all(ranks)
     result = trainer.fit()
     if ranks.is_main:
         from vlmcourse.plots import plot_training
@@ -250,8 +234,9 @@ def _print_outcome(summary: Mapping[str, Any], *, as_json: bool) -> None:
     splits_more = any(axis in summary["layout"] for axis in ("tp", "cp", "pp"))
     layout = f" ({summary['layout']})" if splits_more else ""
     print(
-        f"{summary['strategy']} on {summary['world_size']} rank(s){layout}, {summary['num_steps']} steps in "
-        f"{summary['seconds']:.1f} s: loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, exact match "
+        f"{summary['strategy']} on {summary['world_size']} rank(s){layout}, {summary['num_steps']} steps of "
+        f"{summary['global_batch_size']} samples in {summary['seconds']:.1f} s: "
+        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, exact match "
         f"{100 * summary['exact_match']:.1f} % of {summary['num_questions']} held-out questions, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, at most {summary['peak_bytes'] / 2**20:,.0f} MiB a rank "
         f"({summary['peak_is']})"

@@ -1,4 +1,4 @@
-"""Runs answers to lab 1.1 on real ranks, in processes of their own with a time limit.
+"""Runs answers to lab 1.1 and exercise 4.2 on real ranks, in processes of their own with a time limit.
 
 Enters: learners' functions and cases. Leaves: for each answer what every rank found in every case. A hang ends with the
 time that a collective may take, an endless loop with a time limit, a crash with its process: never with the grader.
@@ -19,7 +19,6 @@ from typing import Any
 
 import cloudpickle
 
-from vlmcourse.grading.pair_cases import PairCase
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import run_ranks
 
@@ -35,7 +34,8 @@ RUN_LIMIT_S = 80.0
 class CaseReports:
     """What the ranks found in one case; a rank that did not come so far is missing."""
 
-    case: PairCase
+    case: Any
+    """Such as a `PairCase`; it says its `world_size`."""
     by_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def statuses(self) -> dict[int, str]:
@@ -65,16 +65,18 @@ class AnswerReports:
 
 def run_answers(
     functions: Sequence[Any],
-    cases: Sequence[PairCase],
+    cases: Sequence[Any],
     *,
+    worker: str = "vlmcourse.grading.pair_worker",
     collective_limit_s: float = COLLECTIVE_LIMIT_S,
     run_limit_s: float = RUN_LIMIT_S,
 ) -> list[AnswerReports]:
     """Run each function on each case, with one start of ranks for each number of ranks.
 
     Args:
-        functions: `tp_mlp(x, w_in, b_in, w_out, b_out)`, each a learner's.
+        functions: each a learner's, such as `tp_mlp(x, w_in, b_in, w_out, b_out)`.
         cases: of any numbers of ranks; those of fewer ranks come first.
+        worker: the module that runs a case on a rank.
         collective_limit_s: seconds that a collective may wait.
         run_limit_s: seconds for one start and all its cases.
 
@@ -90,14 +92,16 @@ def run_answers(
         if going:
             some = [case for case in cases if case.world_size == world_size]
             job = {"answers": [packed[number] for number in going], "cases": some, "timeout_s": collective_limit_s}
-            failure, found = _start(job, world_size, run_limit_s)
+            failure, found = _start(job, world_size, run_limit_s, worker)
             for number, reports in zip(going, found, strict=True):
                 answers[number].cases += reports
                 answers[number].failure = failure
     return answers
 
 
-def _start(job: dict[str, Any], world_size: int, run_limit_s: float) -> tuple[str, list[list[CaseReports]]]:
+def _start(
+    job: dict[str, Any], world_size: int, run_limit_s: float, worker: str
+) -> tuple[str, list[list[CaseReports]]]:
     """Start the ranks on a job; return why they failed, if they did, and what they found for each answer."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
@@ -108,7 +112,7 @@ def _start(job: dict[str, Any], world_size: int, run_limit_s: float) -> tuple[st
         (folder / "job.pickle").write_bytes(pickle.dumps(job))
         try:
             run_ranks(
-                [sys.executable, "-m", "vlmcourse.grading.pair_worker", str(folder)],
+                [sys.executable, "-m", worker, str(folder)],
                 world_size,
                 timeout_s=run_limit_s,
                 env=env | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
@@ -129,7 +133,7 @@ def _pack(function: Any) -> bytes:
         ) from error
 
 
-def _collect(folder: Path, cases: Sequence[PairCase], num_answers: int) -> list[list[CaseReports]]:
+def _collect(folder: Path, cases: Sequence[Any], num_answers: int) -> list[list[CaseReports]]:
     """Read what the ranks wrote."""
     found: list[dict[int, CaseReports]] = [{} for _ in range(num_answers)]
     for path in folder.glob("rank*.jsonl"):

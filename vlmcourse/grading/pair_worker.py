@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmcourse.grading.checks import quiet, time_limit
-from vlmcourse.grading.pair_cases import PARTS, PairCase, Truth, make_truth, name_part_grad, name_value
+from vlmcourse.grading.pair_cases import PARTS, Truth, make_truth, name_part_grad, name_value
 from vlmcourse.notebook.failure import IN_VAIN, LOST_CONNECTION
 
 MEETING_MARGIN_S = 30.0
@@ -74,14 +74,15 @@ def _count_numbers(value: Any) -> int:
     return sum(map(_count_numbers, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def main(folder: Path) -> None:
-    """Run every answer."""
+def main(folder: Path, run_class: type[Run] | None = None) -> None:
+    """Run every answer; another lab brings a class of its own."""
+    run_class = run_class or Run
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = pickle.loads((folder / "job.pickle").read_bytes())
     with (folder / f"rank{rank}.jsonl").open("w", encoding="utf-8") as reports:
-        run = _Run(dist.FileStore(str(folder / "store"), world_size), rank, world_size, job["timeout_s"], reports)
+        run = run_class(dist.FileStore(str(folder / "store"), world_size), rank, world_size, job["timeout_s"], reports)
         with RecordCollectives():  # what is imported and made ready at first takes seconds, which no case should count
-            make_truth(job["cases"][0], rank)
+            run_class.warm_up(job["cases"][0], rank)
         run.meet("started")  # one that is slow to start must not find that the others gave its group up
         for number, answer in enumerate(job["answers"]):
             run.run_cases(number, answer, job["cases"])
@@ -90,14 +91,19 @@ def main(folder: Path) -> None:
             dist.destroy_process_group()
 
 
-class _Run:
+class Run:
     """What this rank needs to run answers together with the others."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float, reports: Any) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
         self.timeout_s, self.reports = timeout_s, reports
 
-    def run_cases(self, number: int, answer: bytes, cases: list[PairCase]) -> None:
+    @staticmethod
+    def warm_up(case: Any, rank: int) -> None:
+        """Import and compute once what every case needs."""
+        make_truth(case, rank)
+
+    def run_cases(self, number: int, answer: bytes, cases: list[Any]) -> None:
         """Run cases up to the first that does not end on all ranks; the group is useless after that, and left."""
         if not dist.is_initialized():
             dist.init_process_group(
@@ -107,7 +113,7 @@ class _Run:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=self.timeout_s),
             )
-        function = _load(answer)
+        function = load_function(answer)
         self.meet(f"{number}:loaded")  # what a function imports takes seconds, and others would wait in a collective
         for index, case in enumerate(cases):
             report = self.run_case(function, case)
@@ -125,7 +131,7 @@ class _Run:
         self.store.wait(keys, timedelta(seconds=2 * self.timeout_s + MEETING_MARGIN_S))
         return {self.store.get(key).decode() for key in keys}
 
-    def run_case(self, function: Any, case: PairCase) -> dict[str, Any]:
+    def run_case(self, function: Any, case: Any) -> dict[str, Any]:
         """Run forward and backward of one case here; whatever the answer does becomes a report."""
         truth = make_truth(case, self.rank)
         record = RecordCollectives()
@@ -139,7 +145,7 @@ class _Run:
             report["status"] = "error" if str(error) else "unsolved"
             report["error"] = f"NotImplementedError: {error}"
         except (Exception, SystemExit) as error:  # the boundary to code that is not ours: any error is a wrong answer
-            report |= _describe_error(error)
+            report |= describe_error(error)
         report["seconds"] = round(time.monotonic() - started_s, 2)
         report["calls"], report["later"] = record.calls, sorted(record.later)
         return report
@@ -166,7 +172,7 @@ class _Run:
             values[f"{name}.grad"] = name_part_grad(parts[name].grad, truth.part_grads[name], self.world_size)
 
 
-def _load(answer: bytes) -> Any:
+def load_function(answer: bytes) -> Any:
     """Return a learner's function; one that cannot be read becomes one that says so."""
     try:
         return pickle.loads(answer)
@@ -179,7 +185,7 @@ def _load(answer: bytes) -> Any:
     return fail
 
 
-def _describe_error(error: BaseException) -> dict[str, str]:
+def describe_error(error: BaseException) -> dict[str, str]:
     """Return how a case ended that raised: the learner's own error, or a wait that was in vain."""
     text = " ".join(str(error).split())
     low = text.lower()

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from vlmcourse.notebook.starting import START_LATE
+
 QUIET_KERNEL = ("--IPKernelApp.log_level=40",)
 """Arguments for a kernel that our own code starts on this machine: its log shows errors, but no warning that it speaks
 without encryption, which would stand in the middle of a command's output."""
@@ -73,6 +75,7 @@ def _environment(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": path,
+        START_LATE: "1",
         "JUPYTER_PREFER_ENV_PATH": "1",
         "JUPYTER_CONFIG_DIR": str(private / "config"),
         "JUPYTER_DATA_DIR": str(private / "data"),

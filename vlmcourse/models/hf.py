@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vlmcourse.config import HF_INDEX_FILE as INDEX_FILE
-from vlmcourse.config import HF_WEIGHTS_FILE as WEIGHTS_FILE
+from vlmcourse.config_files import HF_INDEX_FILE as INDEX_FILE
+from vlmcourse.config_files import HF_WEIGHTS_FILE as WEIGHTS_FILE
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.planner.hf_config import hf_config_from_shape, shape_from_hf_config
 

@@ -11,8 +11,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import tempfile
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ from vlmcourse.notebook.failure import RankReport
 from vlmcourse.notebook.interrupts import ignore_interrupts
 
 FOLDER_PREFIX = "vlmcourse-cell-"
+REMOVE_TRIES = 10
+REMOVE_PAUSE_S = 0.05
 FILE_NAME = "cell"
 """What tracebacks call the code of the cell."""
 MARK = "\x1b_{token}:{number}\x1b\\"
@@ -131,9 +136,30 @@ class JobFolder:
         return message
 
 
-def make_job_folder() -> Path:
-    """Make a private folder that `remove_orphans` knows."""
-    return Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+def make_job_folder() -> JobFolder:
+    """Make a private folder that `remove_orphans` knows; it goes with the object, or at the latest with this process.
+
+    So an interrupt at any moment, even before the caller has the object, leaves nothing.
+    """
+    folder = JobFolder(Path(tempfile.gettempdir()) / f"{FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
+    weakref.finalize(folder, _remove_own, folder.path, os.getpid())
+    folder.path.mkdir(mode=0o700)
+    return folder
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a private folder; a guard that writes its last file meanwhile makes it take another try."""
+    for _ in range(REMOVE_TRIES):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(REMOVE_PAUSE_S)
+
+
+def _remove_own(path: Path, maker: int) -> None:
+    if os.getpid() == maker:  # a process forked from it has the object too
+        with ignore_interrupts():
+            remove_folder(path)
 
 
 def control_path(folder: Path, rank: int) -> Path:
@@ -144,12 +170,12 @@ def control_path(folder: Path, rank: int) -> Path:
 @contextlib.contextmanager
 def open_job_folder() -> Iterator[JobFolder]:
     """Make a private folder for one cell, and remove it afterwards."""
-    path = make_job_folder()
+    folder = make_job_folder()
     try:
-        yield JobFolder(path)
+        yield folder
     finally:
         with ignore_interrupts():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(folder.path)
 
 
 def remove_orphans() -> None:
@@ -157,7 +183,7 @@ def remove_orphans() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
         owner = path.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if owner.isdigit() and not is_alive(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
 
 
 def is_alive(pid: int) -> bool:

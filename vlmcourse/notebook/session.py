@@ -13,7 +13,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -25,7 +24,7 @@ from vlmcourse.notebook.cell_end import CellEnd, find_difference
 from vlmcourse.notebook.failure import RankEnd, RankFailure, RankTimeout, build_failure, describe_exit
 from vlmcourse.notebook.hang.doctor import HangDoctor, waited_in_vain
 from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
-from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder
+from vlmcourse.notebook.jobs import CELL_END, Job, JobFolder, control_path, make_job_folder, remove_folder
 from vlmcourse.notebook.launcher import build_environment, reserve_port
 from vlmcourse.notebook.rank_group import RankGroup
 from vlmcourse.notebook.rank_names import name_ranks
@@ -87,7 +86,7 @@ class RankSession:
         self.timeout_s = timeout_s
         self.started_at = time.time()
         self.num_cells = 0
-        self._folder = JobFolder(make_job_folder())
+        self._folder = make_job_folder()
         self._controls: list[int] = []
         self._is_ending = False
         """Whether the ranks are being stopped: what they say of that is nobody's concern."""
@@ -323,7 +322,7 @@ class RankSession:
             for control in self._controls:
                 os.close(control)
             self._controls = []
-            shutil.rmtree(self._folder.path, ignore_errors=True)
+            remove_folder(self._folder.path)
 
     # --- What ranks print -------------------------------------------------------------------------------------------
 

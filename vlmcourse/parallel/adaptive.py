@@ -13,17 +13,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from vlmcourse.parallel.best_split import find_best_split, step_s
+from vlmcourse.parallel.best_split import find_best_split
 from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes
 from vlmcourse.parallel.moving import Moved, find_move_problem, move_layers
 from vlmcourse.parallel.parcels import share_groups
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.played_step import step_s
 from vlmcourse.planner.schedules import SCHEDULES
 from vlmcourse.planner.stages import StageSplit
 
@@ -43,9 +45,24 @@ class Proposal:
     """No split has a shorter step; this is `after_s` where the search was exact, see `find_best_split`."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether it is proven that no split has a shorter step by these times."""
+        return self.least_s >= self.after_s
+
+    @property
     def gain_fraction(self) -> float:
         """By which share of its time a step becomes shorter."""
         return 1 - self.after_s / self.before_s if self.before_s else 0.0
+
+    def __str__(self) -> str:
+        proof = "proven: no split has a shorter step"
+        if not self.is_exact:
+            gap = 100 * (1 - self.least_s / self.after_s)
+            proof = f"no proof that it is the best: another split may save up to {gap:.2g} % of that, no more"
+        return (
+            f"a step {1e3 * self.before_s:.3g} ms -> {1e3 * self.after_s:.3g} ms by the measured times, "
+            f"a gain of {100 * self.gain_fraction:.1f} %; {proof}"
+        )
 
 
 @dataclass(frozen=True)
@@ -176,7 +193,7 @@ class AdaptivePipelineScheduler:
         return self._timer.share(self.everyone)
 
     def propose(self, times: LayerTimes) -> Proposal:
-        """Find the split with the shortest step; ranks with equal times find equal ones.
+        """Find the split with the shortest step.
 
         Args:
             times: what `measure` returned.
@@ -199,27 +216,38 @@ class AdaptivePipelineScheduler:
     def decide(self) -> Decision:
         """Propose a split from what was measured, and move to it if the gain is large enough; all ranks call this.
 
-        Communicates: see `measure` and `move`.
+        The first rank searches for all: unlike processors may round otherwise and then choose another of two good ones.
+
+        Raises:
+            ValueError: on all ranks, if the first one cannot propose.
+        Communicates: see `measure` and `move`; between them a broadcast of one object to `everyone`.
         """
-        proposal = self.propose(self.measure())
+        times = self.measure()
+        found: list[Any] = [None]
+        if dist.get_rank(self.everyone) == 0:
+            try:
+                found = [self.propose(times)]
+            except ValueError as error:
+                found = [error]
+        dist.broadcast_object_list(found, group=self.everyone, group_src=0)
+        proposal = found[0]
+        if isinstance(proposal, ValueError):
+            raise ValueError(f"rank {dist.get_rank()}: {proposal}")
         self._stop_measuring()
         moved = None
-        promise = (
-            f"a step {1e3 * proposal.before_s:.3g} ms -> {1e3 * proposal.after_s:.3g} ms by the measured times, "
-            f"a gain of {100 * proposal.gain_fraction:.1f} %"
-        )
         if proposal.split == proposal.present or proposal.gain_fraction <= 0:
-            reason = f"layers stay: no split beats {list(proposal.present.layers_per_stage)} ({promise})"
+            beats = "beats" if proposal.is_exact else "was found that beats"
+            reason = f"layers stay: no split {beats} {list(proposal.present.layers_per_stage)} ({proposal})"
         elif proposal.gain_fraction < self.min_gain:
             reason = (
                 f"layers stay: {list(proposal.split.layers_per_stage)} would be better, but by less than min_gain = "
-                f"{100 * self.min_gain:.3g} % ({promise})"
+                f"{100 * self.min_gain:.3g} % ({proposal})"
             )
         else:
             moved = self.move(proposal.split)
             reason = (
                 f"layers move: {list(proposal.present.layers_per_stage)} -> {list(proposal.split.layers_per_stage)} "
-                f"layers a stage ({promise})"
+                f"layers a stage ({proposal})"
             )
         decision = Decision(self.num_steps, proposal, moved, reason)
         self.decisions.append(decision)

@@ -8,10 +8,11 @@ silently did something simpler, so wrapper, sizes and shards are checked.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
-from vlmcourse.layout import SHARDED, Layout, check_chosen, find_layout
+from vlmcourse.layout import SHARDED, Layout, check_usable, find_layout
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.compression import compress_gradients
@@ -32,6 +33,7 @@ from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.stages import LossSum, VLMStage
+from vlmcourse.parallel.sync import is_engine
 from vlmcourse.parallel.tensor import apply_tensor, check_tensor
 
 
@@ -64,7 +66,7 @@ def apply_strategy(
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
-    check_chosen(config)
+    check_usable(config)
     if config.tp * config.cp * config.pp > 1:
         as_vlm(model)
     place = place or find_place(config, ranks)
@@ -124,11 +126,16 @@ def _distribute(
 
 
 def _loss_of_part(loss_sum: LossSum, config: ParallelConfig, place: Place) -> LossSum:
-    """Let a loss see the labels of this rank's positions only, where the sequence is split."""
+    """Let a loss see the labels of this rank's positions only, where the sequence is split.
+
+    A loss with a parameter `take_part` gets the whole labels and cuts for itself: its weights may depend on them.
+    """
     if config.cp == 1:
         return loss_sum
-    group, order = place.group("cp"), config.cp_order
-    return lambda logits, labels_BS: loss_sum(logits, take_part_of_labels(labels_BS, group, order))
+    take_part = partial(take_part_of_labels, group=place.group("cp"), order=config.cp_order)
+    if "take_part" in inspect.signature(loss_sum).parameters:
+        return partial(cast(Callable[..., Tensor], loss_sum), take_part=take_part)
+    return lambda logits, labels_BS: loss_sum(logits, take_part(labels_BS))
 
 
 def as_vlm(model: nn.Module) -> VLM:
@@ -153,7 +160,7 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
         RuntimeError: if the wrapper, the group's size, the shards or the equality of weights over ranks is wrong.
     Communicates: whole weights: an all-gather of 8 bytes a parameter; shards: an all-reduce of 16 bytes.
     """
-    check_chosen(config)
+    check_usable(config)
     layout = place.layout if place is not None else find_layout(config, ranks.world_size)
     where = f"rank {ranks.rank}: strategy {config.strategy!r}"
     if ranks.world_size > 1:
@@ -257,8 +264,9 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the plain model inside a DDP wrapper; any other model as it is."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the plain model inside a DDP wrapper or a DeepSpeed engine; any other model as it is."""
+    is_wrapper = isinstance(model, DistributedDataParallel) or is_engine(model)
+    return cast(nn.Module, model.module) if is_wrapper else model
 
 
 def plain_parts(model: nn.Module) -> list[nn.Module]:
@@ -270,20 +278,3 @@ def named_plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter
     """Yield this rank's parameters with their names in the plain model, under any strategy."""
     for part in plain_parts(model):
         yield from part.named_parameters()
-
-
-@contextmanager
-def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Run forward and backward of one micro-batch with gradients exchanged (`enabled`) or only added up locally.
-
-    All but the last micro-batch of an optimizer step leave them local: one exchange a step is enough, since sums can be
-    added in any order. Under fsdp the gradients kept meanwhile are whole, not shards.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
-        yield
-    elif isinstance(model, DistributedDataParallel) and not enabled:
-        with model.no_sync():
-            yield
-    else:
-        yield

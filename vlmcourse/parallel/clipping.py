@@ -48,8 +48,18 @@ def clip_over_stages(
     norm = math.sqrt(float(total))
     if max_norm > 0 and trained:
         scale = min(1.0, max_norm / (norm + 1e-6))  # as torch's own clipping
-        torch._foreach_mul_([local_part(p.grad) for p in trained if p.grad is not None], scale)
+        multiply_local_parts([p.grad for p in trained if p.grad is not None], scale)
     return norm
+
+
+def multiply_local_parts(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors in place, each rank the parts that it holds.
+
+    As `DTensor`s they would come to the same, but for PyTorch asking at the first step how to place hundreds of them
+    at a time: half a second for the tiny model, on every rank.
+    """
+    if tensors:
+        torch._foreach_mul_([local_part(tensor) for tensor in tensors], factor)
 
 
 def _norms_by_mesh(gradients: list[Tensor]) -> list[float]:
@@ -70,7 +80,8 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     level = torch_logger.level
     torch_logger.setLevel(logging.ERROR)
     try:
-        norm = torch.nn.utils.get_total_norm(gradients)
+        # bf16 gradients: their squares would be added up with 8 significant bits.
+        norm = torch.nn.utils.get_total_norm([g if g.dtype == torch.float32 else g.float() for g in gradients])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     finally:
         torch_logger.setLevel(level)

@@ -10,12 +10,12 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5; torch.distributed.optim.ZeroR
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -53,6 +53,9 @@ def shard_optimizer(groups: Iterable[dict[str, Any]], optimizer_class: type[Opti
         RuntimeError: if this rank was given every parameter although there are several ranks, which shards nothing.
     Communicates: in each step a broadcast of each rank's updated parameters: together the bytes of the weights.
     """
+    # Here, and not above: the import compiles ten other optimizers, half a second in every rank of every strategy.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     # PyTorch deals whole tensors out greedily, the largest first. Unlike in the paper DDP all-reduces the gradients
     # instead of reduce-scattering them, so a step moves 3 (N - 1) / N x the weights' bytes instead of 2.
     optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_class, **options)
@@ -64,3 +67,10 @@ def shard_optimizer(groups: Iterable[dict[str, Any]], optimizer_class: type[Opti
             f"{dist.get_world_size()} ranks and this model ZeRO-1 shards nothing; choose 'ddp'"
         )
     return optimizer
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return what keeps the state on this rank: its own part of a sharded optimizer (ZeRO-1), else the optimizer."""
+    sharding: Any = sys.modules.get("torch.distributed.optim")  # not imported where nothing is sharded
+    own: Any = optimizer
+    return own.optim if sharding and isinstance(own, sharding.ZeroRedundancyOptimizer) else own

@@ -1,9 +1,9 @@
-"""Two collectives that a gradient passes through: all-gather and all-to-all.
+"""Three collectives that a gradient passes through: all-gather, all-to-all and the sum over ranks.
 
 Enters: one tensor of each rank of a group. Leaves: tensors of all of them, connected to the autograd graph. Each rank
 then computes its own part of the loss from them, so a gradient arrives on every rank, and a tensor's gradient is the
 sum over the ranks it was sent to: the backward of an all-gather is a reduce-scatter, that of an all-to-all is an
-all-to-all.
+all-to-all, that of a sum over ranks is a sum over ranks.
 """
 
 from __future__ import annotations
@@ -48,6 +48,22 @@ class _Exchange(torch.autograd.Function):
         return grad_parts, None
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 def gather_from_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks.
 
@@ -75,3 +91,14 @@ def exchange_with_ranks(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     Communicates: an all-to-all over `group`, (N - 1) / N x the bytes of `parts` sent by each rank; as many in backward.
     """
     return _Exchange.apply(parts, group)  # type: ignore[return-value]
+
+
+def sum_over_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over the ranks of a group, equal on all of them.
+
+    Args:
+        tensor: the same shape on every rank.
+        group: the ranks.
+    Communicates: an all-reduce of the tensor, and in backward one of its gradient.
+    """
+    return _Sum.apply(tensor, group)  # type: ignore[return-value]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_chosen, find_layout
+from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
@@ -86,7 +86,7 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
             anything is sent.
     Communicates: on several ranks, what PyTorch's groups need to find each other.
     """
-    check_chosen(config)
+    check_usable(config)
     layout = find_layout(config, ranks.world_size)
     if shape is not None:
         check_shape_divides(config, shape)

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.data import local_optimizer
 from vlmcourse.parallel.parcels import WEIGHT, Parcel, pack, regroup, share_groups
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.stages import VLMStage, layer_parameters
@@ -121,7 +121,7 @@ def find_move_problem(pipeline: Pipeline, optimizer: Optimizer, split: StageSpli
             )
     if any(True for stage in pipeline.stages for _ in stage.buffers()):
         return "a stage has buffers: only parameters are moved"
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if local_optimizer(optimizer) is not optimizer:
         return "a ZeroRedundancyOptimizer keeps state for parameters of its own choice: use a plain AdamW"
     if any("param_names" in group for group in optimizer.param_groups):
         return "the optimizer was given named parameters: build it from parameters alone"

@@ -79,7 +79,9 @@ def hide_padding(logits_BSV: DTensor, vocab_size: int) -> DTensor:
     return DTensor.from_local(hidden_BSV, logits_BSV.device_mesh, logits_BSV.placements, run_check=False)
 
 
-def vocabulary_loss_sum(logits_BSV: DTensor, labels_BS: Tensor, ignore_label: int) -> Tensor:
+def vocabulary_loss_sum(
+    logits_BSV: DTensor, labels_BS: Tensor, ignore_label: int, weights_BS: Tensor | None = None
+) -> Tensor:
     """Add up the cross-entropy of every supervised token over a split vocabulary.
 
     Args:
@@ -87,6 +89,7 @@ def vocabulary_loss_sum(logits_BSV: DTensor, labels_BS: Tensor, ignore_label: in
             type, computed in fp32.
         labels_BS: int64 [batch, seq], plain, equal on all ranks of the mesh.
         ignore_label: the label of positions that count nothing.
+        weights_BS: fp32 [batch, seq], what each token's loss is multiplied by, equal on all ranks; None is 1.
 
     Returns:
         A plain scalar, fp32, the same on all ranks of the mesh.
@@ -102,8 +105,14 @@ def vocabulary_loss_sum(logits_BSV: DTensor, labels_BS: Tensor, ignore_label: in
             f"Logits {list(logits_BSV.shape)} are placed as {logits_BSV.placements} on {mesh.size()} ranks: they must "
             "be split evenly along the vocabulary, the last dimension; take them from `apply_tensor`'s model"
         )
+    is_supervised_BS = labels_BS != ignore_label
+    weights_BS = is_supervised_BS.float() if weights_BS is None else weights_BS * is_supervised_BS
     loss = _VocabularyLossSum.apply(
-        local_BSV.flatten(0, -2).float(), labels_BS.flatten(), ignore_label, _first_row(logits_BSV), mesh.get_group()
+        local_BSV.flatten(0, -2).float(),
+        labels_BS.flatten(),
+        weights_BS.flatten(),
+        _first_row(logits_BSV),
+        mesh.get_group(),
     )
     return cast(Tensor, loss)
 
@@ -119,11 +128,10 @@ class _VocabularyLossSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, ignore_label: int, first_row: int, group: dist.ProcessGroup
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
         is_mine_N = (labels_N >= first_row) & (labels_N < first_row + logits_NV.shape[1])
         row_N1 = (labels_N - first_row).where(is_mine_N, 0)[:, None]
-        counts_N = labels_N != ignore_label
         max_N = logits_NV.amax(dim=1)
         dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=group)
         shifted_NV = logits_NV - max_N[:, None]
@@ -133,12 +141,12 @@ class _VocabularyLossSum(torch.autograd.Function):
         sums_2N = torch.stack((softmax_NV.sum(dim=1), label_N))
         dist.all_reduce(sums_2N, group=group)
         softmax_NV /= sums_2N[0][:, None]
-        ctx.save_for_backward(softmax_NV, row_N1, counts_N, counts_N & is_mine_N)
-        return (sums_2N[0].log() - sums_2N[1]).where(counts_N, 0).sum()
+        ctx.save_for_backward(softmax_NV, row_N1, weights_N, weights_N * is_mine_N)
+        return ((sums_2N[0].log() - sums_2N[1]) * weights_N).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        softmax_NV, row_N1, counts_N, has_label_N = ctx.saved_tensors
-        grad_NV = softmax_NV * counts_N[:, None]
-        grad_NV.scatter_add_(1, row_N1, -has_label_N[:, None].to(grad_NV.dtype))
+        softmax_NV, row_N1, weights_N, label_weight_N = ctx.saved_tensors
+        grad_NV = softmax_NV * weights_N[:, None]
+        grad_NV.scatter_add_(1, row_N1, -label_weight_N[:, None].to(grad_NV.dtype))
         return grad_NV.mul_(grads[0]), None, None, None, None

@@ -15,7 +15,14 @@ from vlmcourse.planner.memory import (
 )
 from vlmcourse.planner.network import Link, Traffic, estimate_step_traffic
 from vlmcourse.planner.plan import Plan
-from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS, Precision
+from vlmcourse.planner.recipes import (
+    OPTIMIZERS,
+    PRECISIONS,
+    TRAINED,
+    Precision,
+    choose_precision,
+    precision_problem,
+)
 from vlmcourse.planner.shapes import TowerParams, count_params
 from vlmcourse.planner.validate import Problem, Verdict, check_plan
 
@@ -24,6 +31,7 @@ __all__ = [
     "OPTIMIZERS",
     "PRECISIONS",
     "RESERVED_BYTES",
+    "TRAINED",
     "DeviceSpec",
     "Link",
     "Plan",
@@ -40,5 +48,7 @@ __all__ = [
     "estimate_rank_memory",
     "estimate_state_bytes",
     "estimate_step_traffic",
+    "choose_precision",
     "get_device",
+    "precision_problem",
 ]

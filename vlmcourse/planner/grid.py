@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcourse.layout import SHARDED, Layout, ParallelConfig, align, check_chosen, find_layout
+from vlmcourse.layout import SHARDED, Layout, ParallelConfig, align, check_usable, find_layout
 from vlmcourse.planner.degrees import check_shape_divides, choose_split
 from vlmcourse.planner.schedules import stages_of_rank
 from vlmcourse.planner.stages import StageSplit
@@ -43,7 +43,7 @@ def list_shares(config: ParallelConfig, world_size: int, shape: VLMShape) -> lis
     Raises:
         ValueError: if strategy, degrees, ranks and model do not fit together.
     """
-    check_chosen(config)
+    check_usable(config)
     layout = find_layout(config, world_size)
     check_shape_divides(config, shape)
     split = choose_split(config, shape) if config.pp > 1 else None

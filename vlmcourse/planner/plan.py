@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from vlmcourse.batch import effective_batch_size
 from vlmcourse.config import TOWERS
 from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS, Precision
 from vlmcourse.recompute import find_policy_problem
@@ -110,7 +111,7 @@ class Plan:
         """
         if grad_accum_steps < 1:
             raise ValueError(f"grad_accum_steps = {grad_accum_steps}: must be 1 or greater")
-        return self.micro_batch_size * grad_accum_steps * self.dp_degree
+        return effective_batch_size(self.micro_batch_size, grad_accum_steps, self.dp_degree)
 
     def __str__(self) -> str:
         """Show the fields that differ from their defaults."""

@@ -148,8 +148,9 @@ def split_by_cost(
 ) -> StageSplit:
     """Find the split whose slowest stage is fastest; of those, the one with the least sum of squared costs.
 
-    That is the pace of a pipeline with one stage a rank; `pace.split_by_pace` knows all schedules. Exact: dynamic
-    programming over (layers so far, stages so far), in stages x layers^2 steps.
+    That is the pace of a pipeline with one stage a rank; its step can still be shorter with another split, see
+    `parallel/best_split.py`. Exact: dynamic programming over (layers so far, stages so far), in stages x layers^2
+    steps.
 
     Args:
         shape: the model's shape.

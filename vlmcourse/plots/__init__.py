@@ -1,11 +1,13 @@
 """Every figure of the course: result objects in, matplotlib figures out, one message each.
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
-By subject: `training` (losses), `memory` (bytes), `communication` (what ranks send), `samples` (what the model sees),
-`holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules, and layers that move), `links`
-(how fast ranks send), `strategies` (side by side), `activations` (what is alive in a step, what recomputation saves).
+By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `activations`
+(what is alive in a step, what recomputation saves), `memory` (bytes of state), `communication` (what ranks send),
+`samples` (what the model sees), `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules,
+and layers that move), `links` (how fast ranks send), `strategies` (side by side).
 """
 
+from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
 from vlmcourse.plots.activations import (
     plot_chain_plans,
     plot_kept_tensors,
@@ -20,6 +22,14 @@ from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
+from vlmcourse.plots.precision import (
+    plot_exponents,
+    plot_formats,
+    plot_precision_losses,
+    plot_roundings,
+    plot_scale,
+    plot_step_formats,
+)
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
@@ -32,7 +42,11 @@ __all__ = [
     "plot_chain_plans",
     "plot_collectives",
     "plot_context_traffic",
+    "plot_exponents",
+    "plot_formats",
     "plot_conversations",
+    "plot_cuts",
+    "plot_drift",
     "plot_gathered_weights",
     "plot_holdings",
     "plot_kept_tensors",
@@ -41,12 +55,19 @@ __all__ = [
     "plot_losses",
     "plot_memory_and_time",
     "plot_memory_over_ranks",
+    "plot_norm_errors",
     "plot_overlap",
+    "plot_precision_losses",
+    "plot_roundings",
+    "plot_sample_weights",
+    "plot_scale",
     "plot_schedules",
     "plot_segment_lengths",
     "plot_state",
+    "plot_step_formats",
     "plot_step_ledgers",
     "plot_strategies",
+    "plot_sync",
     "plot_tokens",
     "plot_towers",
     "plot_training",

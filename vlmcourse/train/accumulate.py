@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from vlmcourse.data.samples import Batch
 from vlmcourse.layout import Layout
 from vlmcourse.monitor.metrics import TokenCount
-from vlmcourse.parallel.apply import gradient_sync, unwrap
+from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import sum_over_ranks
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.train.loss import token_loss_sum
+from vlmcourse.parallel.sync import gradient_sync, refuse_exchange, run_backward
+from vlmcourse.train.loss import TokenLoss, weight_sum
 from vlmcourse.train.precision import autocast
 
 
@@ -30,33 +32,54 @@ class Accumulated:
     """What a step's forward and backward passes measured, over all ranks."""
 
     loss: float
-    """Mean loss of all supervised tokens of the step, with the weights before the update."""
+    """Mean loss of all supervised tokens of the step (weighted where they have weights), before the update."""
     tokens: TokenCount
 
 
+@dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """How a step is put together, besides its batches."""
+
+    weighting: str = "tokens"
+    """What tokens weigh in the loss: tokens or sqrt, see `TokenLoss`."""
+    every: bool = False
+    """Whether ranks that hold shards exchange gradients with every micro-batch, see `gradient_sync`."""
+    grad_scale: float = 1.0
+    """What gradients are multiplied by, but not the loss that is returned: the scale of a `LossScaler`."""
+    check_silence: bool = False
+    """Whether to count the collectives of the first of several micro-batches, and refuse an exchange of gradients."""
+
+
 def accumulate_gradients(
-    model: nn.Module, batches: Sequence[Batch], ranks: Ranks, precision: str, layout: Layout | None = None
+    model: nn.Module,
+    batches: Sequence[Batch],
+    ranks: Ranks,
+    precision: str,
+    layout: Layout | None = None,
+    how: Accumulation | None = None,
 ) -> Accumulated:
     """Run forward and backward on every micro-batch; exchange gradients once, with the last.
 
     Args:
-        model: under any strategy; gradients are added to what `.grad` holds.
+        model: under any strategy, or a DeepSpeed engine; gradients are added to what `.grad` holds.
         batches: this rank's micro-batches of one optimizer step, on CPU; every rank has the same number of them. A rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
-        precision: fp32 or bf16.
+        precision: one of `config.PRECISIONS`.
         layout: which ranks share samples; by default each rank has its own.
+        how: what else a step may do; by default all tokens weigh the same. A pipeline's loss, made when it was built,
+            must have the same weighting.
 
     Returns:
         Loss and token counts of the whole step.
 
     Raises:
         ValueError: if no micro-batch of any rank has a supervised token.
-        RuntimeError: if the loss is not finite.
-    Communicates: an all-reduce of 24 bytes before, the strategy's gradient exchange, and one all-reduce after, of 8
-        bytes a micro-batch.
+        RuntimeError: if the loss is not finite, or gradients were exchanged where they should not be.
+    Communicates: an all-reduce of 24 bytes before (of 8 more where tokens have weights), the strategy's gradient
+        exchange, and one all-reduce after, of 8 bytes a micro-batch.
     """
-    layout = layout or Layout(dp_replicate=ranks.world_size)
+    layout, how = layout or Layout(dp_replicate=ranks.world_size), how or Accumulation()
     tokens = count_tokens(batches, ranks, layout)
     if not tokens.supervised:
         ids = ", ".join(batches[0].sample_ids[:3])
@@ -64,16 +87,18 @@ def accumulate_gradients(
             f"rank {ranks.rank}: no sample of this step has a supervised token (this rank's first are {ids}): there is "
             "nothing to learn from; give samples an answer, or raise data.max_seq_len"
         )
+    weights = tokens.supervised if how.weighting == "tokens" else sum_weights(batches, ranks, layout, how.weighting)
     # DDP and FSDP average gradients over the ranks with samples or positions of their own, but this loss is a sum over
     # all of them divided once, by the tokens of the step: x their number turns the average back into a sum.
-    loss_scale = layout.summed_degree / tokens.supervised
+    loss_scale = how.grad_scale * layout.summed_degree / weights
     if isinstance(model, PipelinedModel):
+        _check_pipeline_loss(model, how)
         context = partial(autocast, precision, ranks.device)
         loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
         model.pipeline.reduce_tied_gradients()
     else:
-        loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale)
-    loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / tokens.supervised  # ranks of one tp group have the same
+        loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale, how)
+    loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / weights  # ranks of one tp group have the same
     if not math.isfinite(loss):
         raise RuntimeError(
             f"rank {ranks.rank}: the loss of this step is {loss}: it must be finite; lower the learning rates, "
@@ -82,20 +107,41 @@ def accumulate_gradients(
     return Accumulated(loss, tokens)
 
 
+def _check_pipeline_loss(model: PipelinedModel, how: Accumulation) -> None:
+    """Refuse a pipeline that was built with a loss of another weighting: the last stage computes with that one."""
+    loss_sum = model.pipeline.loss_sum
+    built = getattr(getattr(loss_sum, "func", loss_sum), "weighting", "tokens")
+    if built != how.weighting:
+        raise ValueError(
+            f"train.loss_weighting = {how.weighting!r}, but the last stage of this pipeline weighs by {built!r}: hand "
+            f"apply_strategy the loss TokenLoss({how.weighting!r})"
+        )
+
+
 def _run_one_by_one(
-    model: nn.Module, batches: Sequence[Batch], ranks: Ranks, precision: str, loss_scale: float
+    model: nn.Module,
+    batches: Sequence[Batch],
+    ranks: Ranks,
+    precision: str,
+    loss_scale: float,
+    how: Accumulation,
 ) -> list[Tensor]:
     """Run each micro-batch through the whole model; return their loss sums."""
     loss_sums: list[Tensor] = []
+    weighting = () if how.weighting == "tokens" else (how.weighting,)
+    every = (True,) if how.every else ()
     for i, batch in enumerate(batches):
-        with gradient_sync(model, enabled=i == len(batches) - 1):
-            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision)
-            (loss_sum * loss_scale).backward()
+        is_last = i == len(batches) - 1
+        is_watched = how.check_silence and i == 0 and not is_last and not how.every and ranks.world_size > 1
+        watch = refuse_exchange(model, f"rank {ranks.rank}: micro-batch 1 of {len(batches)}")
+        with watch if is_watched else nullcontext(), gradient_sync(model, is_last, *every):
+            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision, *weighting)
+            run_backward(model, loss_sum * loss_scale)
         loss_sums.append(loss_sum.detach())
     return loss_sums
 
 
-def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str) -> Tensor:
+def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str, weighting: str = "tokens") -> Tensor:
     """Return the sum of token losses of one micro-batch, a scalar in fp32; `batch` is on the model's device."""
     with autocast(precision, batch.input_ids_BS.device):
         logits_BSV = model(
@@ -106,8 +152,16 @@ def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str) -> Tens
             sample_ids=batch.sample_ids,
         )
     take_part = getattr(unwrap(model).get_submodule("language"), "take_part", None)
-    labels_BS = batch.labels_BS if take_part is None else take_part(batch.labels_BS, 1)
-    return token_loss_sum(logits_BSV, labels_BS)
+    return TokenLoss(weighting)(logits_BSV, batch.labels_BS, None if take_part is None else partial(take_part, dim=1))
+
+
+def sum_weights(batches: Sequence[Batch], ranks: Ranks, layout: Layout, weighting: str) -> float:
+    """Add up what the tokens of one optimizer step weigh, over all micro-batches and ranks, shared samples once.
+
+    Communicates: one all-reduce of 8 bytes.
+    """
+    mine = sum(weight_sum(batch.labels_BS, weighting) for batch in batches)
+    return sum_over_ranks([mine], ranks)[0] * layout.dp_degree / layout.world_size
 
 
 def count_tokens(batches: Sequence[Batch], ranks: Ranks, layout: Layout) -> TokenCount:

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
+from vlmcourse.parallel.data import local_optimizer
 from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
+from vlmcourse.train.low_precision import LowPrecisionAdamW
 from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
 
 logger = logging.getLogger(__name__)
@@ -115,13 +116,15 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Every moment exists afterwards, as zeros before the first step: what is loaded into these tensors is in use at once.
     Learning rates and the like are not among them; they follow from the configuration and the step.
     """
-    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    own = local_optimizer(optimizer)
     names = {parameter: name for name, parameter in named_plain_parameters(model)}
     moments: dict[str, dict[str, Tensor]] = {}
     for group in own.param_groups:
         for parameter in group["params"]:
             state = own.state[parameter]
-            if not state:
+            if not state and isinstance(own, LowPrecisionAdamW):
+                own.init_state(parameter)
+            elif not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)

@@ -3,10 +3,19 @@
 Averaging the means of micro-batches or ranks is wrong as soon as they hold different numbers of supervised tokens:
 short answers would weigh more. So a micro-batch contributes the *sum* of its token losses, and the whole step is
 divided once, by the number of supervised tokens of the whole step. Chapter 2.
+
+`train.loss_weighting` may give tokens different weights; the sum is then a weighted one, and the step is divided by the
+sum of all its weights. "sqrt" weighs each token of a sample with n supervised tokens by 1 / sqrt(n): a sample counts
+as sqrt(n), between one for all samples and n. Source: Chen et al. 2024, InternVL 2.5 (arXiv:2412.05271), loss
+reweighting ("square averaging").
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,13 +24,69 @@ from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.parallel.vocabulary import vocabulary_loss_sum
 
 
-def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a micro-batch contributes to the loss of its step, under one weighting of tokens; call it as a function."""
+
+    weighting: str = "tokens"
+    """tokens (all weigh 1) or sqrt (see `token_weights`)."""
+
+    def __call__(
+        self, logits_BSV: Tensor, labels_BS: Tensor, take_part: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Add up the weighted cross-entropy of every supervised token of one micro-batch.
+
+        Args:
+            logits_BSV: as in `token_loss_sum`; [batch, seq / cp, vocabulary] where there is `take_part`.
+            labels_BS: int64 [batch, seq], of whole sequences: a sample's weight depends on all of its tokens.
+            take_part: cuts this rank's positions out of a [batch, seq], under context parallelism.
+
+        Returns:
+            A scalar, fp32.
+        """
+        weights_BS = None if self.weighting == "tokens" else token_weights(labels_BS, self.weighting)
+        if take_part is not None:
+            labels_BS = take_part(labels_BS)
+            weights_BS = None if weights_BS is None else take_part(weights_BS)
+        return token_loss_sum(logits_BSV, labels_BS, weights_BS)
+
+
+def token_weights(labels_BS: Tensor, weighting: str) -> Tensor:
+    """Return the weight of each token in the loss.
+
+    Args:
+        labels_BS: int64 [batch, seq]; each row is one sample, with all of its answers.
+        weighting: tokens or sqrt.
+
+    Returns:
+        fp32 [batch, seq]; 0 where nothing is supervised, else 1 (tokens), or 1 / sqrt(supervised tokens of the row).
+
+    Raises:
+        ValueError: if there is no such weighting.
+    """
+    is_supervised_BS = labels_BS != IGNORE_LABEL
+    if weighting == "tokens":
+        return is_supervised_BS.float()
+    if weighting != "sqrt":
+        raise ValueError(f"train.loss_weighting = {weighting!r}: choose tokens or sqrt")
+    num_B1 = is_supervised_BS.sum(dim=1, keepdim=True)
+    return torch.where(is_supervised_BS, num_B1.clamp(min=1).float().rsqrt(), 0.0)
+
+
+def weight_sum(labels_BS: Tensor, weighting: str) -> float:
+    """Return the sum of all weights of some samples in float64: the number of tokens, or the sum of sqrt(n)."""
+    num_B = (labels_BS != IGNORE_LABEL).sum(dim=1).double()
+    return float(num_B.sum() if weighting == "tokens" else num_B.sqrt().sum())
+
+
+def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
     """Add up the cross-entropy of every supervised token of one micro-batch.
 
     Args:
         logits_BSV: [batch, seq, vocabulary], any float type; computed in fp32. Under tensor parallelism a `DTensor`
             split along the vocabulary; it is not gathered.
         labels_BS: int64 [batch, seq], already shifted; `IGNORE_LABEL` positions count nothing.
+        weights_BS: fp32 [batch, seq], what each token's loss is multiplied by; None is 1.
 
     Returns:
         A scalar, fp32; 0, with zero gradients, where no token is supervised. Under tensor parallelism all ranks of the
@@ -29,7 +94,9 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     Communicates: nothing, or what `vocabulary_loss_sum` does.
     """
     if isinstance(logits_BSV, DTensor):
-        return vocabulary_loss_sum(logits_BSV, labels_BS, IGNORE_LABEL)
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
-    )
+        return vocabulary_loss_sum(logits_BSV, labels_BS, IGNORE_LABEL, weights_BS)
+    logits_NV, labels_N = logits_BSV.flatten(0, 1).float(), labels_BS.flatten()
+    if weights_BS is None:
+        return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="sum")
+    losses_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="none")
+    return (losses_N * weights_BS.flatten()).sum()

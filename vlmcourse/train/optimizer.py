@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from vlmcourse.config import TOWERS, OptimizerConfig
 from vlmcourse.parallel.apply import named_plain_parameters
-from vlmcourse.parallel.clipping import clip_over_stages, total_norm
+from vlmcourse.parallel.clipping import clip_over_stages, multiply_local_parts, total_norm
 from vlmcourse.parallel.data import shard_optimizer
 from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.train.low_precision import LowPrecisionAdamW
 
 
 def freeze_towers(model: nn.Module, towers: Iterable[str]) -> None:
@@ -27,13 +28,22 @@ def freeze_towers(model: nn.Module, towers: Iterable[str]) -> None:
         model.get_submodule(tower).requires_grad_(False)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, shards_state: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    *,
+    shards_state: bool = False,
+    precision: str = "fp32",
+    seed: int = 0,
+) -> torch.optim.Optimizer:
     """Build AdamW over the trainable parameters, two groups a tower: with weight decay (matrices) and without.
 
     Args:
         model: already distributed, so that moments are made for shards where weights are shards.
         config: rates by tower, decay and betas.
         shards_state: whether each rank keeps the moments of some parameters only (zero1).
+        precision: one of `config.PRECISIONS`; bf16 weights get a `LowPrecisionAdamW`.
+        seed: of what that one rounds at random.
 
     Returns:
         The optimizer; each group also holds `tower` and `base_lr`, which `set_learning_rates` scales.
@@ -58,10 +68,15 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, shards_state: 
         raise ValueError("every tower is frozen: nothing would train; leave one out of model.freeze")
     # The fused kernel updates all tensors of a group in one call: many small tensors otherwise cost more time in Python
     # than in arithmetic.
-    options: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
-    if shards_state:
-        return shard_optimizer(groups, torch.optim.AdamW, **options)
-    return torch.optim.AdamW(groups, **options)
+    options: dict[str, Any] = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    if precision in ("bf16_master", "bf16_pure"):
+        kind = LowPrecisionAdamW
+        options |= {"keeps_master": precision == "bf16_master", "seed": seed}
+        options["name_parameters"] = lambda: {p: name for name, p in named_plain_parameters(model)}
+    else:
+        options["fused"] = True
+    return shard_optimizer(groups, kind, **options) if shards_state else kind(groups, **options)
 
 
 def _groups_of_other_stages(
@@ -135,8 +150,8 @@ def clip_global_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
         The L2 norm of the whole gradient before clipping, equal on every rank and under every strategy.
     Communicates: where gradients are shards, all-reduces of 4 bytes to add up the ranks' squares.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(gradients)
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        multiply_local_parts(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as torch's own clipping
     return float(norm)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,10 @@ class StepReport:
     seconds: float
     decision: str = ""
     """Of `parallel.adaptive`, in a step that made one: which layers moved where, or why none did."""
+    loss_scale: float = 1.0
+    """What the loss was multiplied by before backward; 1 without a loss scaler."""
+    skipped: bool = False
+    """Whether a gradient overflowed, so that no weight was changed."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class TrainResult:
     train_seconds: float
     """The part of `seconds` spent in optimizer steps."""
     num_steps: int
+    global_batch_size: int
+    """Samples of one optimizer step: micro-batch x accumulation x data-parallel degree."""
     num_questions: int
     output_dir: str
     losses: list[float] = field(repr=False)
@@ -149,7 +156,9 @@ class RunReport:
             exact_match: 0 to 1, or None where this step was not evaluated.
             seconds: wall time since the run (or its resumed part) began.
         """
-        row: dict[str, Any] = {"step": step.step, "loss": step.loss, "grad_norm": step.grad_norm}
+        # A step that was skipped because gradients overflowed has no norm; JSON has no infinity.
+        norm = step.grad_norm if math.isfinite(step.grad_norm) else None
+        row: dict[str, Any] = {"step": step.step, "loss": step.loss, "grad_norm": norm}
         row |= {f"lr_{tower}": rate_of for tower, rate_of in step.learning_rates.items()}
         row |= {"tokens_per_s": rate.total, "text_tokens_per_s": rate.text, "visual_tokens_per_s": rate.visual}
         row |= {"supervised_tokens_per_s": rate.supervised, "exact_match": exact_match, "seconds": seconds}

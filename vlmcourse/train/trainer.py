@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import vlmcourse
+from vlmcourse.batch import effective_batch_size
 from vlmcourse.config import TrainConfig
 from vlmcourse.data import build_dataset
 from vlmcourse.data.collate import Collator
-from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.layout import SHARDED, sequence_multiple
@@ -34,12 +34,13 @@ from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
-from vlmcourse.train.accumulate import accumulate_gradients
+from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
 from vlmcourse.train.activations import plan_activations
+from vlmcourse.train.batches import build_sampler, load_micro_batches
 from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
 from vlmcourse.train.folder import check_steps_left, find_checkpoint, read_meta, run_folder
-from vlmcourse.train.loss import token_loss_sum
+from vlmcourse.train.loss import TokenLoss
 from vlmcourse.train.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -47,7 +48,7 @@ from vlmcourse.train.optimizer import (
     learning_rate_scale,
     set_learning_rates,
 )
-from vlmcourse.train.precision import forbid_tf32
+from vlmcourse.train.precision import build_scaler, check_precision, forbid_tf32, prepare_weights
 from vlmcourse.train.report import RunReport, StepReport, TrainResult
 from vlmcourse.train.seed import seed_step
 
@@ -96,6 +97,7 @@ class Trainer:
         self.parallel, reason = settle(
             config.parallel, self.ranks.world_size, self.shape, config.train.accumulation_steps
         )
+        check_precision(config.train.precision, self.ranks.device)
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)
@@ -106,12 +108,22 @@ class Trainer:
         self.collator = self._build_collator()
         self.train_data = train_data if train_data is not None else build_dataset(config, "train")
         self.eval_data = eval_data if eval_data is not None else build_dataset(config, "heldout")
-        per_rank = config.train.micro_batch_size * config.train.accumulation_steps
-        self.global_batch_size = per_rank * self.place.layout.dp_degree
-        self.sampler = GlobalBatchSampler(len(self.train_data), self.global_batch_size, config.run.seed)
+        self.global_batch_size = effective_batch_size(
+            config.train.micro_batch_size, config.train.accumulation_steps, self.place.layout.dp_degree
+        )
+        self.sampler = build_sampler(config, self.parallel, len(self.train_data), self.global_batch_size)
         freeze_towers(plain, config.model.freeze)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, token_loss_sum, activations)
-        self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=self.parallel.strategy == "zero1")
+        prepare_weights(plain, config, self.ranks.device)
+        loss_sum = TokenLoss(config.train.loss_weighting)
+        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+        self.optimizer = build_optimizer(
+            self.model,
+            config.optimizer,
+            shards_state=self.parallel.strategy == "zero1",
+            precision=config.train.precision,
+            seed=config.run.seed,
+        )
+        self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
         self.step = 0
         """Optimizer steps done."""
         self.before_update: list[Callable[[Trainer], None]] = []
@@ -123,6 +135,8 @@ class Trainer:
         if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
             self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer)
         self._show_progress = show_progress
+        self._is_checked = False
+        """Whether a step of several micro-batches has shown that it exchanges gradients with the last one only."""
         self._continues = False
         """Whether the steps done are those of the run in this run's folder."""
 
@@ -146,14 +160,15 @@ class Trainer:
 
     def load_step(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimizer step `step` (from 0), on CPU."""
-        accumulation_steps = self.config.train.accumulation_steps
-        batches = []
-        for m in range(accumulation_steps):
-            indices = self.sampler.micro_batch(
-                step, m, accumulation_steps, dp_rank=self.place.dp_rank, dp_degree=self.place.layout.dp_degree
-            )
-            batches.append(self.collator([self.train_data[i] for i in indices]))
-        return batches
+        return load_micro_batches(
+            self.sampler,
+            self.collator,
+            self.train_data,
+            step,
+            accumulation_steps=self.config.train.accumulation_steps,
+            dp_rank=self.place.dp_rank,
+            dp_degree=self.place.layout.dp_degree,
+        )
 
     def train_step(self) -> StepReport:
         """Make one optimizer step.
@@ -168,19 +183,32 @@ class Trainer:
         self.model.train()
         batches = self.load_step(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout)
+        scale = self.scaler.scale
+        how = Accumulation(
+            weighting=config.loss_weighting,
+            every=self.parallel.gradient_sync == "every",
+            grad_scale=self.scaler.grad_scale,
+            check_silence=not self._is_checked,
+        )
+        done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout, how)
+        self._is_checked = self._is_checked or len(batches) > 1
+        is_finite = self.scaler.unscale(self.model)
         grad_norm = clip_gradients(self.model, config.max_grad_norm)
-        scale = learning_rate_scale(
+        lr_scale = learning_rate_scale(
             self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
         )
-        learning_rates = set_learning_rates(self.optimizer, scale)
+        learning_rates = set_learning_rates(self.optimizer, lr_scale)
         for hook in self.before_update:
             hook(self)
-        self.optimizer.step()
+        if is_finite:
+            self.optimizer.step()
+        self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
         decision = str((self.scheduler and self.scheduler.step_done()) or "")
-        report = StepReport(self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision)
+        report = StepReport(
+            self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision, scale, not is_finite
+        )
         for after in self.after_step:
             after(self, report)
         return report
@@ -255,6 +283,7 @@ class Trainer:
             seconds=seconds,
             train_seconds=train_seconds,
             num_steps=self.step,
+            global_batch_size=self.global_batch_size,
             num_questions=exact.num_questions,
             output_dir=str(run_folder(self.config)),
             losses=losses,
@@ -287,6 +316,7 @@ class Trainer:
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,
             "vlmcourse": vlmcourse.__version__,
+            "scaler": self.scaler.state_dict(),
             "layers_per_stage": self.model.pipeline.split.layers_per_stage
             if isinstance(self.model, PipelinedModel)
             else (),
@@ -315,6 +345,7 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.start_from(meta.get("layers_per_stage", ()))
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
+        self.scaler.load_state_dict(meta.get("scaler", {}))
         self._continues = checkpoint.resolve().is_relative_to(run_folder(self.config).resolve())
         self.step = int(meta["step"])
         return self.step

@@ -1,0 +1,395 @@
+"""Answers to exercise 4.3: right ones in other styles, and wrong ones with the words that their feedback must hold."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+NAMES = ("max", "smallest_normal", "smallest_subnormal", "epsilon", "decimal_digits")
+
+# --- a: right -------------------------------------------------------------------------------------------------------
+
+
+def by_formula(exponent_bits, mantissa_bits, has_infinity=True):
+    bias = 2 ** (exponent_bits - 1) - 1
+    top = 2**exponent_bits - (2 if has_infinity else 1) - bias
+    epsilon = 2.0**-mantissa_bits
+    return {
+        "max": (2 - epsilon * (1 if has_infinity else 2)) * 2.0**top,
+        "smallest_normal": 2.0 ** (1 - bias),
+        "smallest_subnormal": 2.0 ** (1 - bias - mantissa_bits),
+        "epsilon": epsilon,
+        "decimal_digits": (mantissa_bits + 1) * math.log10(2),
+    }
+
+
+def by_listing(exponent_bits, mantissa_bits, has_infinity=True):
+    """All positive numbers of the format, decoded one by one (fractions, so that nothing is rounded)."""
+    bias, size = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+
+    def decode(exponent, mantissa):
+        if exponent == 0:
+            return Fraction(mantissa, size) * Fraction(2) ** (1 - bias)
+        return (1 + Fraction(mantissa, size)) * Fraction(2) ** (exponent - bias)
+
+    last = (2**exponent_bits - 2, size - 1) if has_infinity else (2**exponent_bits - 1, size - 2)
+    return {
+        "max": decode(*last),
+        "smallest_normal": decode(1, 0),
+        "smallest_subnormal": decode(0, 1),
+        "epsilon": decode(bias, 1) - 1,
+        "decimal_digits": math.log10(2 * size),
+    }
+
+
+def with_numpy(exponent_bits, mantissa_bits, has_infinity=True):
+    bias = (1 << (exponent_bits - 1)) - 1
+    significand = np.float64(2) - np.ldexp(1.0, -mantissa_bits) * (1 if has_infinity else 2)
+    return {
+        "max": np.ldexp(significand, (1 << exponent_bits) - 1 - int(has_infinity) - bias),
+        "smallest_normal": np.ldexp(1.0, 1 - bias),
+        "smallest_subnormal": np.ldexp(1.0, 1 - bias - mantissa_bits),
+        "epsilon": np.ldexp(1.0, -mantissa_bits),
+        "decimal_digits": np.log10(2.0 ** (mantissa_bits + 1)),
+    }
+
+
+def with_torch(exponent_bits, mantissa_bits, has_infinity=True):
+    two = torch.tensor(2.0, dtype=torch.float64)
+    bias = 2 ** (exponent_bits - 1) - 1
+    step = two**-mantissa_bits
+    top = two ** (2**exponent_bits - 1 - has_infinity - bias)
+    normal = two ** (1 - bias)
+    return dict(
+        max=top * (2 - step - (0 if has_infinity else step)),
+        smallest_normal=normal,
+        smallest_subnormal=normal * step,
+        epsilon=step,
+        decimal_digits=math.log10(2) * (mantissa_bits + 1),
+    )
+
+
+FACTS_RIGHT = [by_formula, by_listing, with_numpy, with_torch]
+
+
+def changed(**facts):
+    """Return the right answer with some facts replaced by functions of (e, m, has_infinity)."""
+
+    def answer(exponent_bits, mantissa_bits, has_infinity=True):
+        right = by_formula(exponent_bits, mantissa_bits, has_infinity)
+        return right | {name: f(exponent_bits, mantissa_bits, has_infinity) for name, f in facts.items()}
+
+    return answer
+
+
+def bias_of(e):
+    return 2 ** (e - 1) - 1
+
+
+FACTS_WRONG = [
+    ("top exponent used", changed(max=lambda e, m, i: (2 - 2.0**-m) * 2.0 ** (2**e - 1 - bias_of(e))), "max", ""),
+    ("no nan", changed(max=lambda e, m, i: (2 - 2.0**-m) * 2.0 ** (2**e - 1 - i - bias_of(e))), "max", "for NaN"),
+    ("ieee only", changed(max=lambda e, m, i: by_formula(e, m)["max"]), "max", "has_infinity=False was ignored"),
+    ("power of two", changed(max=lambda e, m, i: 2.0 ** (2**e - i - bias_of(e))), "max", "one step below 2"),
+    ("no mantissa", changed(max=lambda e, m, i: 2.0 ** (2**e - 1 - i - bias_of(e))), "max", "left the mantissa out"),
+    (
+        "stored 0 normal",
+        changed(smallest_normal=lambda e, m, i: 2.0 ** -bias_of(e)),
+        "smallest_normal",
+        "kept for subnormal numbers",
+    ),
+    (
+        "bias 2^(e-1)",
+        changed(smallest_normal=lambda e, m, i: 2.0 ** (2 - bias_of(e))),
+        "smallest_normal",
+        "the bias is",
+    ),
+    (
+        "subnormal is normal",
+        changed(smallest_subnormal=lambda e, m, i: 2.0 ** (1 - bias_of(e))),
+        "smallest_subnormal",
+        "go on below it",
+    ),
+    (
+        "one exponent too low",
+        changed(smallest_subnormal=lambda e, m, i: 2.0 ** (-bias_of(e) - m)),
+        "smallest_subnormal",
+        "have the exponent of the smallest normal one",
+    ),
+    ("half a step", changed(epsilon=lambda e, m, i: 2.0 ** -(m + 1)), "epsilon", "the largest rounding error"),
+    ("epsilon at zero", changed(epsilon=lambda e, m, i: 2.0 ** (1 - bias_of(e) - m)), "epsilon", "the step at 1"),
+    ("no leading 1", changed(decimal_digits=lambda e, m, i: m * math.log10(2)), "decimal_digits", "the leading 1"),
+    ("floored", changed(decimal_digits=lambda e, m, i: int((m + 1) * math.log10(2))), "decimal_digits", "round down"),
+    ("bits", changed(decimal_digits=lambda e, m, i: m + 1), "decimal_digits", "multiply by log10(2)"),
+    ("natural log", changed(decimal_digits=lambda e, m, i: (m + 1) * math.log(2)), "decimal_digits", "not ln"),
+]
+"""Name, answer, the one fact that is wrong, and words of the feedback."""
+
+# --- b --------------------------------------------------------------------------------------------------------------
+
+
+def limits(e, m):
+    bias = bias_of(e)
+    return 2.0 ** (1 - bias - m), 2.0 ** (1 - bias), (2 - 2.0**-m) * 2.0**bias, 2.0 ** (bias - m)
+
+
+def by_limits(values, exponent_bits, mantissa_bits):
+    tiny, normal, largest, step = limits(exponent_bits, mantissa_bits)
+    found = []
+    for value in map(abs, values):
+        if value <= tiny / 2:
+            found.append("zero")
+        elif value < normal - tiny / 2:
+            found.append("subnormal")
+        else:
+            found.append("normal" if value < largest + step / 2 else "overflow")
+    return found
+
+
+def by_rounding(values, exponent_bits, mantissa_bits):
+    tiny, normal, largest, _ = limits(exponent_bits, mantissa_bits)
+
+    def fate(value):
+        exponent = max(math.frexp(value)[1] - 1, 1 - bias_of(exponent_bits))
+        step = Fraction(2) ** (exponent - mantissa_bits)
+        size = abs(round(Fraction(value) / step) * step)
+        return "zero" if not size else "overflow" if size > largest else "subnormal" if size < normal else "normal"
+
+    return tuple(fate(value) for value in values)
+
+
+def by_numpy(values, exponent_bits, mantissa_bits):
+    tiny, normal, largest, step = limits(exponent_bits, mantissa_bits)
+    size = np.abs(np.array(values))
+    edges = [size <= tiny / 2, size < normal - tiny / 2, size < largest + step / 2]
+    return np.select(edges, ["zero", "subnormal", "normal"], "overflow").tolist()
+
+
+def by_steps(values, exponent_bits, mantissa_bits):
+    tiny, normal, largest, _ = limits(exponent_bits, mantissa_bits)
+    out = []
+    for value in values:
+        size = abs(value)
+        if size < normal:
+            units = round(size / tiny)
+            out.append("zero" if units == 0 else "subnormal" if units * tiny < normal else "normal")
+        else:
+            step = 2.0 ** (math.floor(math.log2(size)) - mantissa_bits)
+            out.append("normal" if round(size / step) * step <= largest else "overflow")
+    return out
+
+
+SURVIVORS_RIGHT = [by_limits, by_rounding, by_numpy, by_steps]
+
+
+def judged(judge):
+    """Return an answer that judges each number by (value, tiny, normal, largest, step)."""
+    return lambda values, e, m: [judge(value, *limits(e, m)) for value in values]
+
+
+def right(value, tiny, normal, largest, step):
+    size = abs(value)
+    if size <= tiny / 2:
+        return "zero"
+    if size < normal - tiny / 2:
+        return "subnormal"
+    return "normal" if size < largest + step / 2 else "overflow"
+
+
+def cut_off(value, tiny, normal, largest, step):
+    size = abs(value)
+    return "zero" if size < tiny else "subnormal" if size < normal else "normal" if size <= largest else "overflow"
+
+
+def flushed(value, *limits):
+    fate = right(value, *limits)
+    return "zero" if fate == "subnormal" else fate
+
+
+SURVIVORS_WRONG = [
+    ("cut off", judged(cut_off), "rounded to the nearest, not cut off"),
+    ("flushed", judged(flushed), "come the subnormal ones"),
+    ("signed", judged(lambda x, *lim: right(x, *lim) if x > 0 else "zero"), "negative gradients survive"),
+    (
+        "cut off below",
+        judged(lambda x, tiny, *lim: "zero" if abs(x) < tiny else right(x, tiny, *lim)),
+        "at the bottom numbers are rounded too",
+    ),
+    (
+        "cut off above",
+        judged(lambda x, t, n, top, s: "overflow" if abs(x) > top else right(x, t, n, top, s)),
+        "at the top numbers are rounded too",
+    ),
+    (
+        "ties up",
+        judged(lambda x, t, n, top, s: right(x * (1 + 1e-12) if abs(x) < n else x, t, n, top, s)
+               if abs(x) != top + s / 2 else "normal"),
+        "a tie goes to the even neighbor",
+    ),
+    ("swapped", lambda values, e, m: by_rounding(values, m, e), "the first number of bits is the exponent's"),
+    ("held at max", judged(lambda x, *lim: right(x, *lim).replace("overflow", "normal")), "it is not held at max"),
+    (
+        "late normal",
+        judged(lambda x, t, n, top, s: "subnormal" if n - t / 2 <= abs(x) < n else right(x, t, n, top, s)),
+        "within half a step of the smallest normal one",
+    ),
+]  # fmt: skip
+
+# --- c --------------------------------------------------------------------------------------------------------------
+
+
+def search(towers, formats, max_lost, headroom):
+    for name, e, m in sorted(formats, key=lambda form: -form[2]):
+        bias, lowest = bias_of(e), 1 - bias_of(e) - m
+        power = 0
+        while all(max(counts) + power + headroom <= bias for counts in towers.values()):
+            if all(share_below(counts, lowest - power) <= max_lost for counts in towers.values()):
+                return name, power
+            power += 1
+    return None
+
+
+def share_below(counts, lowest):
+    return sum(n for e, n in counts.items() if e < lowest) / sum(counts.values())
+
+
+def from_quantiles(towers, formats, max_lost, headroom):
+    """The exponent that must be kept in each tower gives the power at once."""
+    kept = []
+    for counts in towers.values():
+        total, below = sum(counts.values()), 0
+        for e in sorted(counts):
+            if (below + counts[e]) / total > max_lost:
+                kept.append(e)
+                break
+            below += counts[e]
+    best = None
+    for name, e, m in formats:
+        power = max(0, 1 - bias_of(e) - m - min(kept))
+        largest = max(exponent for counts in towers.values() for exponent in counts)
+        if largest + power + headroom <= bias_of(e) and (best is None or m > best[0]):
+            best = (m, name, power)
+    return best and [best[1], best[2]]
+
+
+def with_arrays(towers, formats, max_lost, headroom):
+    arrays = [(np.array(list(c)), np.array(list(c.values()), float)) for c in towers.values()]
+    found = []
+    for name, e, m in formats:
+        last = bias_of(e) - headroom - max(int(exponents.max()) for exponents, _ in arrays)
+        for power in range(last + 1):
+            lost = [w[x + power < 1 - bias_of(e) - m].sum() / w.sum() for x, w in arrays]
+            if max(lost) <= max_lost:
+                found.append((-m, np.int64(power), name))
+                break
+    return (min(found)[2], min(found)[1]) if found else None
+
+
+def recursively(towers, formats, max_lost, headroom):
+    if not formats:
+        return None
+    name, e, m = max(formats, key=lambda form: form[2])
+    room = bias_of(e) - headroom - max(map(max, towers.values()))
+    works = (k for k in range(room + 1)
+             if not any(share_below(c, 1 - bias_of(e) - m - k) > max_lost for c in towers.values()))  # fmt: skip
+    power = next(works, None)
+    if power is not None:
+        return name, float(power)
+    return recursively(towers, [form for form in formats if form[0] != name], max_lost, headroom)
+
+
+CHOICE_RIGHT = [search, from_quantiles, with_arrays, recursively]
+
+
+def no_headroom(towers, formats, max_lost, headroom):
+    return search(towers, formats, max_lost, 0)
+
+
+def all_in_one(towers, formats, max_lost, headroom):
+    merged = {}
+    for counts in towers.values():
+        for e, n in counts.items():
+            merged[e] = merged.get(e, 0) + n
+    return search({"all": merged}, formats, max_lost, headroom)
+
+
+def largest_scale(towers, formats, max_lost, headroom):
+    found = search(towers, formats, max_lost, headroom)
+    if found is None:
+        return None
+    e = next(form[1] for form in formats if form[0] == found[0])
+    return found[0], bias_of(e) - headroom - max(map(max, towers.values()))
+
+
+def no_scale(towers, formats, max_lost, headroom):
+    return next(
+        (
+            (name, 0)
+            for name, e, m in sorted(formats, key=lambda form: -form[2])
+            if max(map(max, towers.values())) + headroom <= bias_of(e)
+            and all(share_below(c, 1 - bias_of(e) - m) <= max_lost for c in towers.values())
+        ),
+        None,
+    )
+
+
+def without_subnormals(towers, formats, max_lost, headroom):
+    for name, e, _ in sorted(formats, key=lambda form: -form[2]):
+        for power in range(bias_of(e) - headroom - max(map(max, towers.values())) + 1):
+            if all(share_below(c, 1 - bias_of(e) - power) <= max_lost for c in towers.values()):
+                return name, power
+    return None
+
+
+def no_top(towers, formats, max_lost, headroom):
+    name, e, m = max(formats, key=lambda form: form[2])
+    power = 0
+    while any(share_below(c, 1 - bias_of(e) - m - power) > max_lost for c in towers.values()):
+        power += 1
+    return name, power
+
+
+def most_range(towers, formats, max_lost, headroom):
+    for form in sorted(formats, key=lambda form: -form[1]):
+        found = search(towers, [form], max_lost, headroom)
+        if found:
+            return found
+    return None
+
+
+def first_listed(towers, formats, max_lost, headroom):
+    for form in formats:
+        found = search(towers, [form], max_lost, headroom)
+        if found:
+            return found
+    return None
+
+
+def language_only(towers, formats, max_lost, headroom):
+    return search({"language": towers["language"]}, formats, max_lost, headroom)
+
+
+def nothing_lost(towers, formats, max_lost, headroom):
+    return search(towers, formats, 0.0, headroom)
+
+
+def gives_up(towers, formats, max_lost, headroom):
+    return None
+
+
+CHOICE_WRONG = [
+    (no_headroom, "you left no headroom"),
+    (no_top, "you did not look at the top"),
+    (all_in_one, "you counted all towers together"),
+    (without_subnormals, "subnormal numbers count as kept"),
+    (largest_scale, "you took the largest scale"),
+    (no_scale, "you used no scale"),
+    (most_range, "you preferred range"),
+    (first_listed, "formats come in no order"),
+    (language_only, "the language tower only"),
+    (nothing_lost, "you allowed no loss at all"),
+    (gives_up, "you gave up too early"),
+]

@@ -1,0 +1,149 @@
+"""Exercise 4.2: sizes of batches on generated clusters, and steps on real ranks; right ones lose nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import ex04_2_answers
+import pytest
+from ex04_2_answers import (
+    RIGHT_BATCHES,
+    RIGHT_CHOICES,
+    RIGHT_STEPS,
+    WRONG_BATCHES,
+    WRONG_CHOICES,
+    WRONG_STEPS,
+)
+
+from vlmcourse.grading import ex04_2
+from vlmcourse.grading.pair_ranks import run_answers
+from vlmcourse.grading.step_cases import make_step_cases, make_truths
+
+pytestmark = pytest.mark.timeout(300)
+CASES = make_step_cases(5, 5)
+NO_GRADIENT_POINTS = {
+    "never silent": 4.4,
+    "own loss returned": 5,
+    "last loss returned": 5.2,
+    "returns nothing": 5,
+}
+"""Points of the steps whose gradient is right; all others earn less than half."""
+
+# --- a. and b. ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", RIGHT_BATCHES, ids=lambda function: function.__name__)
+def test_a_right_batch_size_in_any_style_gets_all_points(function: Any, capsys: Any) -> None:
+    for seed in (1, 2, 97531):
+        assert ex04_2.check_batch_size(function, 3, seed) == 3
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", WRONG_BATCHES)
+def test_a_wrong_batch_size_is_told_its_mistake(name: str, capsys: Any) -> None:
+    function, words = WRONG_BATCHES[name]
+    for seed in (1, 97531):
+        points = ex04_2.check_batch_size(function, 3, seed)
+        assert points < (3 if name == "no refusal" else 2.5)
+        said = capsys.readouterr()
+        assert words in said.out and not said.err, said.out
+
+
+@pytest.mark.parametrize("function", RIGHT_CHOICES, ids=lambda function: function.__name__)
+def test_right_choices_in_any_style_get_all_points(function: Any, capsys: Any) -> None:
+    for seed in (1, 2, 97531):
+        assert ex04_2.check_accumulation(function, 4, seed) == 4
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", WRONG_CHOICES)
+def test_wrong_choices_are_told_their_mistake(name: str, capsys: Any) -> None:
+    function, words = WRONG_CHOICES[name]
+    for seed in (1, 97531):
+        assert ex04_2.check_accumulation(function, 4, seed) < 4
+        said = capsys.readouterr()
+        assert words in said.out and not said.err, said.out
+
+
+def test_the_teams_numbers_are_graded_one_by_one(capsys: Any) -> None:
+    assert ex04_2.check_v100(lambda: (128, 16), 2) == 2
+    assert capsys.readouterr().out == ""
+    wrong = {(128, 2): "not by what factor", (16, 16): "one rank's", (128, 128): "all 8 GPUs", (64, 16): "multiply"}
+    for answer, words in wrong.items():
+        assert ex04_2.check_v100(lambda answer=answer: answer, 2) == 1
+        assert words in capsys.readouterr().out
+    for answer in (128, None, (128,), ("many", 16)):
+        assert ex04_2.check_v100(lambda answer=answer: answer, 2) == 0
+        assert "return two numbers" in capsys.readouterr().out
+
+
+def test_clusters_are_of_every_kind() -> None:
+    for seed in (1, 2, 97531):
+        cases = ex04_2.make_batch_cases(seed, 14)
+        exact = [case.target % (case.micro_batch * case.dp_degree) == 0 for case in cases]
+        assert 3 < sum(exact) < 11
+        assert any(case.target < case.micro_batch * case.dp_degree for case in cases)
+        for axis in ("tp", "pp", "cp"):
+            assert any(getattr(case, axis) > 1 for case in cases[:12]), axis
+    assert ex04_2.make_batch_cases(1, 3)[0] == ex04_2.V100
+
+
+# --- c. -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    """What every answer came to, by its name; all are run in one start of two ranks."""
+    cloudpickle.register_pickle_by_value(ex04_2_answers)
+    answers: dict[str, Any] = {function.__name__: function for function in RIGHT_STEPS}
+    answers["right"] = ex04_2_answers._make_step()
+    answers |= {name: function for name, (function, _) in WRONG_STEPS.items()}
+    try:
+        found = run_answers(list(answers.values()), CASES, worker=ex04_2.WORKER, collective_limit_s=3, run_limit_s=200)
+    finally:
+        cloudpickle.unregister_pickle_by_value(ex04_2_answers)
+    return dict(zip(answers, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["right", *(function.__name__ for function in RIGHT_STEPS)])
+def test_a_right_step_in_any_style_gets_all_points(name: str, reports: dict[str, Any], capsys: Any) -> None:
+    assert ex04_2.grade_steps(reports[name], 6, len(CASES)) == 6, capsys.readouterr().out
+    assert (
+        capsys.readouterr().out
+        == "gradient right in 5 of 5 cases; exchange right in 5 of 5 cases; loss right in 5 of 5 cases\n"
+    )
+
+
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_a_wrong_step_is_told_its_mistake(name: str, reports: dict[str, Any], capsys: Any) -> None:
+    points = ex04_2.grade_steps(reports[name], 6, len(CASES))
+    said = capsys.readouterr()
+    assert WRONG_STEPS[name][1] in said.out and not said.err, said.out
+    assert points <= NO_GRADIENT_POINTS.get(name, 4.8), said.out
+
+
+def test_every_known_mistake_differs_from_what_is_right() -> None:
+    for seed in (1, 5, 97531):
+        for case in make_step_cases(seed, 5):
+            _, truths = make_truths(case)
+            for truth in (truth for of_step in truths for truth in of_step):
+                right = truth.gradients["right"]
+                named = {"mean_of_means", "right_not_clipped", "kept", "clipped_each_time"} & set(truth.gradients)
+                for name in named:
+                    off = float((truth.gradients[name] - right).norm() / right.norm())
+                    assert off > 1e-3 or case.kind == "single", (str(case), name)
+
+
+def test_what_needs_no_ranks_starts_none(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("vlmcourse.grading.ex04_2.run_answers", None)
+
+    def blank(model, optimizer, micro_batches, max_norm):
+        raise NotImplementedError
+
+    assert ex04_2.check_step(blank, 6, seed=1) == 0
+    assert ex04_2.check_step(lambda model, batches: 0, 6, seed=1) == 0
+    assert capsys.readouterr().out == (
+        "accumulation_step is not solved yet\n"
+        "your function must take (model, optimizer, micro_batches, max_norm), and takes (model, batches)\n"
+    )

@@ -1,0 +1,111 @@
+"""Every precision under every strategy on two ranks: the gradients of one process, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import KEY_BIAS, Recording, load
+from precision_worker import EVERY, RUNS, SAME_SUMS, STRATEGIES, run
+from ranks import run_worker
+
+from vlmcourse.config import ConfigError, parse_config
+from vlmcourse.parallel.ranks import Ranks
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+SAME = 1e-6
+"""Relative, for strategies that add up the same products in the same formats; measured: 1.2e-7."""
+ROUNDED = {"fp16": 2e-2, "bf16_master": 8e-2, "bf16_pure": 8e-2, "fp8": 1e-6}
+"""Relative, for those that cut products or sequences elsewhere; measured 5.1e-3, 3.9e-2 and 3.9e-2. A gradient that is
+missing is off by 1, one of half the length by 0.5."""
+KEY_BIAS_TOLERANCE = 1e-4
+"""Absolute; the true gradient is 0."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks recorded."""
+    folder = tmp_path_factory.mktemp("precision")
+    run_worker("precision_worker.py", str(folder), timeout_s=300)
+    return [load(Path(folder) / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Recording]:
+    return {precision: run("single", precision, ALONE) for precision in EVERY}
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [(s, p) for s, every in RUNS.items() for p in every])
+def test_gradients_are_those_of_one_process(
+    found: list[dict[str, Any]], alone: dict[str, Recording], strategy: str, precision: str
+) -> None:
+    of_rank, expected = found[0]["runs"][strategy, precision], alone[precision]
+    allowed = SAME if strategy in SAME_SUMS else ROUNDED[precision]
+    for step, gradients in enumerate(of_rank.gradients):
+        assert gradients.keys() == expected.gradients[step].keys()
+        for name, gradient in gradients.items():
+            right = expected.gradients[step][name].double()
+            off = float((gradient.double() - right).norm())
+            limit = KEY_BIAS_TOLERANCE if name.endswith(KEY_BIAS) else allowed * float(right.norm())
+            assert off <= limit, f"step {step}: {name} is off by {off}; it is {float(right.norm())} long"
+        assert of_rank.losses[step] == pytest.approx(expected.losses[step], abs=max(allowed, 1e-6))
+        assert of_rank.grad_norms[step] == pytest.approx(expected.grad_norms[step], rel=max(allowed, 1e-5))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("precision", ["bf16_master", "bf16_pure"])
+def test_bf16_weights_are_rounded_to_the_same_bits_however_they_are_stored(
+    found: list[dict[str, Any]], alone: dict[str, Recording], strategy: str, precision: str
+) -> None:
+    for of_rank in found:
+        weights = of_rank["runs"][strategy, precision].weights
+        assert all(torch.equal(weight, alone[precision].weights[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(found: list[dict[str, Any]], strategy: str) -> None:
+    for of_rank in found:
+        seen = of_rank["overflow"][strategy]
+        assert seen["skipped"] == [True, False]
+        assert seen["scales"] == [2.0**16, 2.0**15, 2.0**15]
+        assert seen["kept"] and seen["moved"] and seen["finite"]
+        assert seen["state"] == {"scale": 2.0**15, "good_steps": 1, "num_skipped": 1}
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp16"), ("fsdp", "bf16_pure"), ("fsdp", "bf16_master")])
+def test_a_resumed_run_goes_on_to_the_same_bits(found: list[dict[str, Any]], strategy: str, precision: str) -> None:
+    for of_rank in found:
+        seen = of_rank["resume"][strategy, precision]
+        assert seen["losses"][0] == seen["losses"][1]
+        assert seen["same weights"]
+        assert seen["scalers"][0] == seen["scalers"][1]
+        assert bool(seen["scalers"][0]) == (precision == "fp16")
+    if precision == "fp16":
+        assert found[0]["resume"][strategy, precision]["scalers"][0]["num_skipped"] == 1
+
+
+def test_a_fault_is_found_under_every_strategy_with_its_rank_and_sample(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        for strategy, (said, guilty) in of_rank["faults"].items():
+            assert said == found[0]["faults"][strategy][0], "ranks disagree"
+            assert said, strategy
+            assert all("input in pixel_values: a pixel is not finite" in sentence for sentence in said)
+            assert any(guilty in sentence for sentence in said), f"{strategy}: {said} without {guilty}"
+
+
+@pytest.mark.parametrize(
+    ("precision", "parallel", "words"),
+    [
+        ("fp8", {"strategy": "single", "tp": 2}, "a tensor's scale comes from its largest element"),
+        ("fp8", {"strategy": "single", "pp": 2, "adaptive": True}, "built anew with plain weights"),
+        ("bf16_pure", {"strategy": "single", "pp": 2, "adaptive": True}, "choose bf16, or leave adaptive out"),
+        ("bf16_master", {"strategy": "ddp", "compression": "fp16"}, "gradients are bf16 already"),
+        ("fp8", {"strategy": "auto"}, "it may choose tp; name a strategy"),
+    ],
+)
+def test_what_a_precision_does_not_go_with_is_refused_by_name(precision: str, parallel: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"train": {"precision": precision}, "parallel": parallel})

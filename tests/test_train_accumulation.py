@@ -1,0 +1,150 @@
+"""Accumulation on real ranks: every way to put a step together gives the gradients of one big batch on one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accumulation_worker import BUGS, BUGS_OF_FOUR, FOUR, TWO, Case, run
+from parity import KEY_BIAS, Recording, check_parity, load
+from ranks import run_worker
+
+from vlmcourse.labs.batch_norm import CUTS
+from vlmcourse.labs.ch02 import BIG, RIGHT, WRONG
+from vlmcourse.parallel.ranks import Ranks
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+CASES = TWO | FOUR
+FIRST_STEP_TOLERANCE = 3e-6
+"""Length of the difference over that of the gradient: fp32 sums added in another order; later steps have rounded
+weights too."""
+
+
+@cache
+def _reference_key(train: tuple[tuple[str, Any], ...], num_steps: int, mute_second: bool) -> Recording:
+    return run(Case({"strategy": "single"}, 1, train, num_steps, mute_second), ALONE)
+
+
+def expected(case: Case) -> Recording:
+    return _reference_key(case.train, case.num_steps, case.mute_second)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By part, what the ranks of both starts found."""
+    parts: dict[str, dict[Any, list[Any]]] = {"runs": {}, "bugs": {}, "counts": {}, "norms": {}}
+    for world_size in (2, 4):
+        folder: Path = tmp_path_factory.mktemp(f"accumulation{world_size}")
+        run_worker("accumulation_worker.py", str(folder), nproc=world_size)
+        for rank in range(world_size):
+            for part, of_part in load(folder / f"rank{rank}.pt").items():
+                for name, value in of_part.items():
+                    parts[part].setdefault(name, []).append(value)
+    return parts  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accumulated_gradients_are_those_of_one_big_batch(found: dict[str, Any], name: str) -> None:
+    alone = expected(CASES[name])
+    for recording in found["runs"][name]:
+        check_parity(alone, recording, "fp32")
+        for parameter, gradient in recording.gradients[0].items():
+            if not parameter.endswith(KEY_BIAS):
+                off = float((gradient - alone.gradients[0][parameter]).norm() / alone.gradients[0][parameter].norm())
+                assert off <= FIRST_STEP_TOLERANCE, f"{parameter} is off by {off}"
+
+
+def test_the_cases_are_as_awkward_as_they_say(found: dict[str, Any]) -> None:
+    first, second = found["runs"]["one rank supervises nothing, ddp"]
+    assert sum(first.num_supervised[0]) > 0 and sum(second.num_supervised[0]) == 0
+    first, second = found["runs"]["short, an empty micro-batch on rank 1, ddp"]
+    assert [len(of_step) for of_step in first.num_supervised] == [2, 2, 2]
+    assert second.num_supervised[2][1] == 0 and len(second.sample_ids[2]) == 4
+    fewer = [len(of_step) for of_step in found["runs"]["short, ddp"][0].num_supervised]
+    assert fewer == [6, 6, 4, 6]
+    taken = [name for rank in found["runs"]["short, ddp"] for of_step in rank.sample_ids[:3] for name in of_step]
+    assert len(taken) == len(set(taken)) == 32  # every sample of the epoch once
+    whole, weighted = expected(TWO["every, fsdp"]), expected(TWO["sqrt, ddp"])
+    assert abs(whole.losses[0] - weighted.losses[0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", BUGS | BUGS_OF_FOUR)
+def test_a_planted_bug_does_not_pass(found: dict[str, Any], name: str) -> None:
+    alone = expected(CASES[(BUGS | BUGS_OF_FOUR)[name][0]])
+    for outcome in found["bugs"][name]:
+        if isinstance(outcome, str):
+            assert "never off" in name and "gradients were exchanged" in outcome
+            continue
+        with pytest.raises(AssertionError):
+            check_parity(alone, outcome, "fp32")
+
+
+def test_an_exchange_that_is_never_off_is_refused_under_ddp_and_fsdp(found: dict[str, Any]) -> None:
+    for strategy, kind in (("ddp", "all-reduce"), ("fsdp", "reduce-scatter")):
+        for outcome in found["bugs"][f"an exchange that is never off ({strategy})"]:
+            assert isinstance(outcome, str) and kind in outcome and "micro-batch 1 of 3" in outcome
+
+
+def test_only_the_last_micro_batch_exchanges_gradients(found: dict[str, Any]) -> None:
+    for strategy in ("ddp", "fsdp", "hsdp"):
+        for alone, several in zip(found["counts"][strategy, 1], found["counts"][strategy, 3], strict=True):
+            assert several["exchanges"][:2] == [[], []]
+            assert sorted(several["exchanges"][2]) == sorted(alone["exchanges"][0]) != []
+    for few, many in zip(found["counts"]["pp x fsdp", 2], found["counts"]["pp x fsdp", 6], strict=True):
+        assert few["exchanges"] == many["exchanges"] and few["exchanges"][0]
+
+
+def test_with_every_micro_batch_shards_are_exchanged_and_copies_still_once(found: dict[str, Any]) -> None:
+    for counts in found["counts"]["fsdp, every", 3]:
+        first, second, last = counts["exchanges"]
+        assert first == second == last and set(first) == {"reduce-scatter"}
+    for counts in found["counts"]["hsdp, every", 3]:
+        first, second, last = counts["exchanges"]
+        assert first == second and set(first) == {"reduce-scatter"}
+        assert last.count("all-reduce") == len(first) and last.count("reduce-scatter") == len(first)
+
+
+def test_what_waiting_costs_is_what_was_computed(found: dict[str, Any]) -> None:
+    counts = found["counts"]
+    whole_bytes = 4 * counts["ddp", 3][0]["parameters"]
+    for strategy in ("ddp", "fsdp", "fsdp, every", "hsdp", "hsdp, every"):
+        for of_rank in counts[strategy, 3]:
+            # HSDP keeps the partial sums of its copy apart until the last micro-batch, see the docstring.
+            if strategy != "hsdp, every":
+                assert of_rank["held"][:2] == [of_rank["estimate"]] * 2, strategy
+    assert {of_rank["estimate"] for of_rank in counts["fsdp", 3]} == {whole_bytes}
+    shards = [of_rank["estimate"] for of_rank in counts["fsdp, every", 3]]
+    assert sum(shards) == whole_bytes and max(shards) < 0.6 * whole_bytes
+    assert all(of_rank["held"][2] < 0.6 * whole_bytes for of_rank in counts["fsdp", 3])  # the last leaves shards
+
+
+def test_what_a_cut_batch_does_to_each_normalization(found: dict[str, Any]) -> None:
+    for errors in found["norms"]["errors"]:
+        in_micro_batches, over_ranks, both = CUTS
+        for norm in ("frozen BatchNorm", "GroupNorm"):
+            assert max(errors[norm].values()) < 1e-5, norm
+        assert min(errors["BatchNorm"].values()) > 0.05
+        synced = errors["SyncBatchNorm"]
+        assert synced[over_ranks] < 1e-5 and min(synced[in_micro_batches], synced[both]) > 0.05
+        # It normalizes by the same samples as one rank that cuts the batch as often.
+        assert abs(synced[both] - synced[in_micro_batches]) < 1e-4
+
+
+def test_a_synchronized_batch_norm_remembers_the_samples_of_all_ranks(found: dict[str, Any]) -> None:
+    for differences in found["norms"]["statistics"]:
+        assert len(differences) == 7 and max(differences) < 1e-5
+
+
+def test_only_the_mean_of_means_drifts_from_one_big_batch(found: dict[str, Any]) -> None:
+    for drift in found["norms"]["drift"]:
+        assert drift.steps == [2, 4] and set(drift.losses) == {BIG, RIGHT, WRONG}
+        assert max(drift.distances[RIGHT]) < 1e-4 < 1e-2 < min(drift.distances[WRONG])
+        assert (
+            abs(drift.losses[RIGHT][-1] - drift.losses[BIG][-1])
+            < 1e-4
+            < abs(drift.losses[WRONG][-1] - drift.losses[BIG][-1])
+        )

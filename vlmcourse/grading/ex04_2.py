@@ -1,0 +1,281 @@
+"""Exercise 4.2, graded: samples of a step, the accumulation that reaches a target, and a step on two real ranks.
+
+Enters: a learner's functions. Leaves: points (always a number from 0 to the cell's maximum) and printed feedback that
+names the misconception. The cases of the hidden tests come from the same generators under another seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmcourse.batch import effective_batch_size, nearest_accumulation
+from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
+from vlmcourse.grading.checks import as_number, award, call, explain_signature
+from vlmcourse.grading.lab01_1 import is_blank
+from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.step_cases import make_step_cases
+from vlmcourse.grading.step_feedback import MAX_SHOWN, explain_step_case, is_right, num_exchanges
+
+CLUSTER_ARGUMENTS = ("num_gpus", "tp", "pp", "cp")
+WORKER = "vlmcourse.grading.step_worker"
+SHARE_OF_GRADIENT, SHARE_OF_EXCHANGE, SHARE_OF_LOSS = 3, 2, 1
+"""How the points of `accumulation_step` are shared out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCase:
+    """A cluster, how a model is split over it, and a batch."""
+
+    micro_batch: int
+    accumulation: int
+    num_gpus: int
+    tp: int
+    pp: int
+    cp: int
+    target: int
+
+    @property
+    def dp_degree(self) -> int:
+        """GPUs with samples of their own."""
+        return self.num_gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def cluster(self) -> tuple[int, int, int, int]:
+        """The last arguments of both functions."""
+        return self.num_gpus, self.tp, self.pp, self.cp
+
+    def describe(self) -> str:
+        """Name the cluster and the degrees above 1."""
+        degrees = zip(("tp", "pp", "cp"), self.cluster[1:], strict=True)
+        shown = "".join(f", {name}={value}" for name, value in degrees if value > 1)
+        return f"micro-batch {self.micro_batch} on {self.num_gpus} GPUs{shown}"
+
+
+def make_batch_cases(seed: int, num_cases: int) -> list[BatchCase]:
+    """Draw clusters; a third without any split model, and targets of which half are met exactly."""
+    rng = random.Random(f"batch:{seed}")
+    cases = [V100] if seed % 2 else []
+    while len(cases) < num_cases:
+        number = len(cases)
+        degrees = [1, 1, 1]
+        for axis in rng.sample(range(3), k=number % 3):
+            degrees[axis] = rng.choice((2, 4)) if number % 2 else 2
+        dp = rng.choice((1, 2, 3, 4, 8, 16) if number % 4 else (2, 4, 8))
+        micro, accumulation = rng.randint(1, 6), rng.randint(2, 24)
+        one_round = micro * dp
+        target = one_round * rng.randint(2, 40)
+        if number % 2 and one_round > 1:
+            target += rng.choice([o for o in range(1, one_round) if 2 * o != one_round] or [1])
+        if number % 7 == 5:
+            target = max(1, one_round - rng.randint(1, max(1, one_round - 1)))
+        tp, pp, cp = degrees
+        num_gpus = dp * tp * pp * cp
+        cases.append(
+            BatchCase(
+                micro_batch=micro, accumulation=accumulation, num_gpus=num_gpus, tp=tp, pp=pp, cp=cp, target=target
+            )
+        )
+    return cases
+
+
+V100 = BatchCase(micro_batch=2, accumulation=8, num_gpus=8, tp=1, pp=1, cp=1, target=256)
+"""The exercise's own cluster: 8 x V100-32GB."""
+
+
+# --- a. Samples of a step -------------------------------------------------------------------------------------------
+
+
+def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 12) -> float:
+    """Grade `batch_size(micro_batch, accumulation, num_gpus, tp, pp, cp)` and two clusters that cannot be.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    wrong_signature = explain_signature(function, "micro_batch", "accumulation", *CLUSTER_ARGUMENTS)
+    if wrong_signature:
+        print(wrong_signature)
+        return 0.0
+    answers, lines = [], []
+    for case in make_batch_cases(seed, num_cases):
+        outcome = call(function, case.micro_batch, case.accumulation, *case.cluster)
+        if outcome.unsolved:
+            print("batch_size is not solved yet")
+            return 0.0
+        expected = effective_batch_size(case.micro_batch, case.accumulation, case.dp_degree)
+        got = as_number(outcome.value)
+        answers.append((case, got))
+        if got != expected:
+            said = f"return a number, not {outcome.value!r:.60}" if got is None else f"{got:g} samples is not right"
+            lines.append(f"{case.describe()}, accumulation {case.accumulation}: {outcome.error or said}")
+        if outcome.timed_out:
+            break
+    num_right = num_cases - len(lines) if len(answers) == num_cases else len(answers) - len(lines)
+    _show(lines, explain_batches(answers))
+    refused = _refuses(function, (2, 8, 8, 3, 1, 1), "tp=3 on 8 GPUs") and _refuses(
+        function, (2, 8, 12, 2, 4, 1), "tp=2 and pp=4 on 12 GPUs"
+    )
+    return award(points, num_right + 2 * refused, num_cases + 2) if num_right else 0.0
+
+
+def _refuses(function: Any, arguments: tuple[int, ...], what: str) -> bool:
+    """Tell whether a cluster that its degrees do not divide is refused."""
+    outcome = call(function, *arguments)
+    if not outcome.error.startswith("ValueError"):
+        got = outcome.error or f"{outcome.value!r:.60} was returned"
+        print(f"{what}: raise a ValueError, the product of the degrees does not divide the GPUs ({got})")
+        return False
+    return True
+
+
+def _show(lines: Sequence[str], sentences: Sequence[str]) -> None:
+    """Print the first wrong cases, and the mistake behind them."""
+    for line in lines[:MAX_SHOWN]:
+        print(line)
+    if len(lines) > MAX_SHOWN:
+        print(f"... and {len(lines) - MAX_SHOWN} more")
+    if lines:
+        for sentence in sentences:
+            print(f"It looks as if {sentence}.")
+
+
+def check_v100(function: Any, points: float) -> float:
+    """Grade `v100() -> (samples of a step, accumulation for 256 samples)`, half the points each.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    outcome = call(function)
+    if outcome.error:
+        print("v100 is not solved yet" if outcome.unsolved else outcome.error)
+        return 0.0
+    try:
+        got = [as_number(item) for item in outcome.value]
+    except TypeError:
+        got = []
+    if len(got) != 2 or None in got:
+        print(f"return two numbers (samples of a step, accumulation for 256), not {outcome.value!r:.80}")
+        return 0.0
+    samples = effective_batch_size(V100.micro_batch, V100.accumulation, V100.dp_degree)
+    (choice,) = nearest_accumulation(V100.target, V100.micro_batch, V100.dp_degree)
+    if got[0] != samples:
+        ideas = {16.0: "that is one rank's, or one micro-batch's, part of a step", 256.0: "that is the target"}
+        print(f"samples of a step: {got[0]:g} is not right; {ideas.get(got[0] or 0, 'multiply the three numbers')}")
+    if got[1] != choice.accumulation_steps:
+        ideas = {2.0: "say how many micro-batches, not by what factor", 128.0: "all 8 GPUs have samples of their own"}
+        advice = ideas.get(got[1] or 0, "divide by what one round takes")
+        print(f"accumulation for 256: {got[1]:g} is not right; {advice}")
+    return award(points, (got[0] == samples) + (got[1] == choice.accumulation_steps), 2)
+
+
+# --- b. How to reach a target ---------------------------------------------------------------------------------------
+
+
+def check_accumulation(function: Any, points: float, seed: int, num_cases: int = 14) -> float:
+    """Grade `accumulation_for(target, micro_batch, num_gpus, tp, pp, cp)`: a list of pairs (accumulation, error).
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    wrong_signature = explain_signature(function, "target", "micro_batch", *CLUSTER_ARGUMENTS)
+    if wrong_signature:
+        print(wrong_signature)
+        return 0.0
+    answers: list[tuple[BatchCase, list[tuple[float, float]] | None]] = []
+    lines: list[str] = []
+    for case in make_batch_cases(seed, num_cases):
+        outcome = call(function, case.target, case.micro_batch, *case.cluster)
+        if outcome.unsolved:
+            print("accumulation_for is not solved yet")
+            return 0.0
+        pairs = None if outcome.error else read_pairs(outcome.value)
+        answers.append((case, pairs))
+        if pairs is None or sorted(pairs) != expected_pairs(case):
+            said = outcome.error or (
+                f"{pairs} is not right" if pairs is not None else f"return a list of pairs, not {outcome.value!r:.60}"
+            )
+            lines.append(f"target {case.target}, {case.describe()}: {said}")
+        if outcome.timed_out:
+            break
+    _show(lines, explain_choices(answers))
+    num_right = len(answers) - len(lines)
+    return award(points, num_right, num_cases) if num_right else 0.0
+
+
+def expected_pairs(case: BatchCase) -> list[tuple[float, float]]:
+    """Return the right answer to a case, sorted."""
+    choices = nearest_accumulation(case.target, case.micro_batch, case.dp_degree)
+    return sorted((float(choice.accumulation_steps), float(choice.error)) for choice in choices)
+
+
+def read_pairs(answer: Any) -> list[tuple[float, float]] | None:
+    """Return an answer's pairs of numbers; None if it has none. A single pair alone counts as a list of it."""
+    try:
+        items = list(answer.items()) if isinstance(answer, dict) else list(answer)
+        if len(items) == 2 and all(as_number(item) is not None for item in items):
+            items = [items]
+        pairs = [tuple(as_number(number) for number in item) for item in items]
+    except TypeError:
+        return None
+    found = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] is not None and pair[1] is not None]
+    return found if len(found) == len(pairs) else None
+
+
+# --- c. A step on real ranks ----------------------------------------------------------------------------------------
+
+
+def check_step(
+    function: Any, points: float, seed: int, num_cases: int = 5, collective_limit_s: float = COLLECTIVE_LIMIT_S
+) -> float:
+    """Grade `accumulation_step(model, optimizer, micro_batches, max_norm)` on two ranks against one big batch.
+
+    Args:
+        function: the learner's.
+        points: the cell's maximum.
+        seed: of the cases.
+        num_cases: how many.
+        collective_limit_s: seconds that a collective may wait for the other rank.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    wrong_signature = explain_signature(function, "model", "optimizer", "micro_batches", "max_norm")
+    if wrong_signature:
+        print(wrong_signature)
+        return 0.0
+    if is_blank(function):
+        print("accumulation_step is not solved yet")
+        return 0.0
+    cases = make_step_cases(seed, num_cases)
+    try:
+        (reports,) = run_answers([function], cases, worker=WORKER, collective_limit_s=collective_limit_s)
+    except (ValueError, RuntimeError) as error:
+        print(error)
+        return 0.0
+    return grade_steps(reports, points, num_cases)
+
+
+def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
+    """Print what was wrong in an answer's cases and return its points."""
+    earned, counts = 0.0, {"gradient": 0, "exchange": 0, "loss": 0}
+    shown: dict[str, list[str]] = {}
+    for case in reports.cases:
+        for key, sentence in explain_step_case(case).items():
+            shown.setdefault(key, []).append(f"{case.case}: {sentence}")
+        has_gradient = is_right(case, "gradient")
+        exchanged_once = has_gradient and all(0.9 < number < 1.5 for number in num_exchanges(case))
+        has_loss = is_right(case, "loss")
+        earned += SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
+        earned += SHARE_OF_LOSS * (has_gradient and has_loss)
+        for name, value in (("gradient", has_gradient), ("exchange", exchanged_once), ("loss", has_loss)):
+            counts[name] += value
+    for sentences in list(shown.values())[:MAX_SHOWN]:
+        print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
+    if len(reports.cases) < num_cases:
+        if reports.failure and all(case.is_done for case in reports.cases):
+            print(f"The ranks did not come to an end: {reports.failure}")
+        print(f"{num_cases - len(reports.cases)} more cases were not run")
+    print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))
+    return award(points, earned / (SHARE_OF_GRADIENT + SHARE_OF_EXCHANGE + SHARE_OF_LOSS), num_cases)

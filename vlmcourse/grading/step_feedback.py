@@ -1,0 +1,160 @@
+"""What went wrong with an accumulation step on real ranks, in sentences for the learner.
+
+Enters: the ranks' reports of one case. Leaves: sentences, each under a key by which the same mistake in another case is
+recognised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmcourse.grading.pair_ranks import CaseReports
+from vlmcourse.notebook.rank_names import name_ranks
+
+MAX_SHOWN = 3
+"""Mistakes that the feedback names."""
+
+AVERAGE = (
+    "DDP averages gradients over the ranks, and your loss is a part of the sum over all of them: multiply it by the "
+    "number of ranks"
+)
+MEANS = (
+    "a mean of means: micro-batches with few supervised tokens weigh as much as those with many. Add up token losses "
+    "(reduction='sum') and divide by the supervised tokens of the whole step, of all micro-batches and ranks"
+)
+KEPT = "gradients of the step before are still there: zero them once a step, before its first micro-batch"
+GRADIENTS = {
+    "over_ranks": f"the gradient is 1 / {{n}} of what it must be: {AVERAGE}",
+    "times_ranks": "the gradient is {n} times too large: it was multiplied by the number of ranks once too often",
+    "mean_of_means": MEANS,
+    "mean_of_means_not_clipped": MEANS,
+    "sum_of_means": f"the means of the micro-batches are added up: {MEANS}",
+    "rank_means": "each rank divides by its own supervised tokens, which is a mean of the ranks' means: divide by the "
+    "number of all ranks (an all-reduce of the count)",
+    "rank_means_over_steps": "each rank divides by its own supervised tokens and by the number of micro-batches: "
+    "divide once, by the supervised tokens of all ranks",
+    "over_steps": "the gradient is divided by the number of micro-batches too: the count of all tokens has them all",
+    "over_steps_and_ranks": "the gradient is divided by the number of micro-batches too, and DDP's average over the "
+    "ranks is left in: the count of all tokens has them all; multiply by the number of ranks",
+    "all_positions": "you divide by all positions: prompts and padding (label -100) are not supervised",
+    "all_positions_over_ranks": "you divide by all positions: prompts and padding (label -100) are not supervised; and "
+    + AVERAGE,
+    "not_divided": "the sums of token losses are not divided at all: divide by the supervised tokens of the whole step",
+    "summed": "the sums of token losses are not divided at all: divide by the supervised tokens of the whole step",
+    "over_samples": "you divide by the number of samples: the loss is a mean over supervised tokens",
+    "own_only": "the gradient holds this rank's own samples only: no_sync was still on in the last micro-batch, so "
+    "nothing was exchanged",
+    "own_only_over_tokens": "the gradient holds this rank's own samples only: no_sync was still on in the last "
+    "micro-batch, so nothing was exchanged",
+    "last_only": "only the last micro-batch is in the gradient: zero gradients before the loop, not in it",
+    "first_exchanged": "no_sync is the wrong way round: the first micro-batch was exchanged and the others were not. "
+    "Leave the last one outside no_sync: its exchange takes along what was added up before",
+    "right_not_clipped": "the gradient is right, but not clipped: scale it down to max_norm before the optimizer steps",
+    "over_ranks_not_clipped": f"the gradient is not clipped, and 1 / {{n}} of what it must be: {AVERAGE}",
+    "clipped_each_time": "gradients are clipped after every micro-batch: clip once, after the last, when all of the "
+    "step is in them",
+    "clipped_early": "gradients are clipped before the last micro-batch: clip once, after it, when all is in them",
+    "clipped_before_the_exchange": "each rank clips its own gradient, before the exchange: clip once, after the last "
+    "micro-batch, by the norm of the exchanged gradient",
+    "kept": KEPT,
+    "kept_over_ranks": KEPT,
+    "scaled": "the gradient has the right direction and a wrong length: look at what you divide by and multiply with",
+    "nan": "the gradient holds NaN: a micro-batch without any supervised token has a mean of 0 / 0; add up instead",
+    "none": "the gradient is zero everywhere: did backward run, and zero_grad before it?",
+    "no_step": "the optimizer did not step: call optimizer.step() once, at the end",
+    "other": "the gradient is none of those that a known mistake gives: compare with one big batch in one process",
+}
+LOSSES = {
+    "times_ranks": "the returned loss is {n} times too large: the factor for DDP belongs to backward only",
+    "over_ranks": "the returned loss is 1 / {n} of what it must be: add up over the ranks, do not average",
+    "mean_of_means": "the returned loss is a mean of means, not the mean over all supervised tokens",
+    "own_mean_of_means": "the returned loss is a mean of this rank's means: add up the sums of all ranks first",
+    "own": "the returned loss is that of this rank's samples: add up the sums of all ranks first",
+    "own_part": "the returned loss is this rank's part of it: add it up over the ranks",
+    "own_part_times_ranks": "the returned loss is this rank's part of it, times {n}: add the parts up over the ranks",
+    "mean_of_own": "the returned loss is the mean of the ranks' means: divide the sum of all by the tokens of all",
+    "last": "the returned loss is that of the last micro-batch: it must be that of the whole step",
+    "last_parts": "the returned loss holds the last micro-batches only: add up all of them",
+    "last_part": "the returned loss is the last micro-batch's part: add up all of them, over micro-batches and ranks",
+    "last_part_times_ranks": "the returned loss is the last micro-batch's part: add up all of them, over all ranks",
+    "summed": "the returned loss is not divided by the supervised tokens",
+    "own_sum": "the returned loss is this rank's sum, not divided by the supervised tokens of all ranks",
+    "over_steps": "the returned loss is divided by the number of micro-batches besides",
+    "missing": "return the step's loss as a number",
+    "nan": "the returned loss is NaN: a micro-batch without any supervised token has a mean of 0 / 0; add up instead",
+    "other": "the returned loss is not the mean over the supervised tokens of all ranks and micro-batches",
+}
+EVERY_TIME = (
+    "gradients are exchanged {times:.0f} times: only the last micro-batch's backward may stand outside model.no_sync()"
+)
+SKIPPED = (
+    "{ranks} waited for the other in vain: every rank must run backward on each micro-batch, also on one without a "
+    "supervised token, and call every collective"
+)
+
+
+def _steps(case: CaseReports) -> list[dict[str, Any]]:
+    """Return what the ranks found, step by step, all ranks together."""
+    return [step for _, report in sorted(case.by_rank.items()) for step in report.get("values", {}).get("steps", ())]
+
+
+def is_right(case: CaseReports, name: str) -> bool:
+    """Tell whether a quantity is right in every step on every rank; a gradient counts if the optimizer stepped once."""
+    steps = _steps(case)
+    if not case.is_done or len(steps) != case.case.num_steps * case.case.world_size:
+        return False
+    return all(step[name] == "right" and step["num_steps"] == 1 for step in steps)
+
+
+def num_exchanges(case: CaseReports) -> list[float]:
+    """Return how many times the gradient's size each step handed to all-reduces, on every rank."""
+    return [step["exchanges"] for step in _steps(case)]
+
+
+def explain_step_case(case: CaseReports) -> dict[str, str]:
+    """Return what is wrong with one case; nothing if all is right."""
+    problem = _explain_end(case)
+    if problem:
+        return problem
+    found: dict[str, str] = {}
+    n, steps = case.case.world_size, _steps(case)
+    counts = {step["num_steps"] for step in steps} - {0, 1}
+    if counts:
+        found["stepped"] = (
+            f"the optimizer stepped {max(counts)} times: add up the micro-batches of a step first, then step once"
+        )
+    else:
+        words = [step["gradient"] for step in steps if step["gradient"] != "right"]
+        # A later step begins with weights that an earlier mistake has spoilt: the first word says most.
+        early = [r["values"]["steps"][0]["gradient"] for _, r in sorted(case.by_rank.items())]
+        word = next((w for w in (*early, *words) if w not in ("right", "other")), words[0] if words else "")
+        if word:
+            found[f"gradient {word}"] = GRADIENTS[word].format(n=n)
+    times = max(num_exchanges(case), default=0.0)
+    if times >= 1.5:
+        found["exchanges"] = EVERY_TIME.format(times=times)
+    if not found or list(found) == ["exchanges"]:
+        wrong = [step["loss"] for step in steps if step["loss"] != "right"]
+        if wrong:
+            found[f"loss {wrong[0]}"] = LOSSES[wrong[0]].format(n=n)
+    return found
+
+
+def _explain_end(case: CaseReports) -> dict[str, str]:
+    """Say why a case did not come to its end, where it did not."""
+    statuses = case.statuses()
+    if case.is_done:
+        return {}
+    errors = {rank: case.by_rank[rank]["error"] for rank, status in statuses.items() if status == "error"}
+    if errors:
+        rank, text = next(iter(errors.items()))
+        return {"error": f"rank {rank} failed with {text}"}
+    if "unsolved" in statuses.values():
+        return {"unsolved": "accumulation_step is not solved yet"}
+    hung = [rank for rank, status in statuses.items() if status in ("hung", "lost")]
+    if hung:
+        return {"hung": SKIPPED.format(ranks=name_ranks(hung))}
+    endless = [rank for rank, status in statuses.items() if status == "endless"]
+    if endless:
+        return {"endless": f"{name_ranks(endless)} computed without end"}
+    return {"gone": f"{name_ranks([rank for rank, status in statuses.items() if status == 'gone'])} ended early"}

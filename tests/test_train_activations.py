@@ -85,7 +85,8 @@ def check_against_none(found: dict[str, dict[str, Any]]) -> int:
 
 
 def test_gradients_of_every_policy_are_those_of_the_plain_run(alone: dict[str, dict[str, Any]]) -> None:
-    assert check_against_none(alone) == len(alone) - 3
+    num_plain = sum(case.endswith("| none") for case in alone)
+    assert check_against_none(alone) == len(alone) - num_plain > 15
 
 
 @pytest.mark.slow

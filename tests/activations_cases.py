@@ -49,6 +49,9 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
     "zbv": ({"pp": 2, "pp_schedule": "zbv"}, {}, ("none", "full", "sqrt", "offload")),
     "adaptive": ({"pp": 2, "adaptive": True}, {}, ("none", "full")),
     "single, language frozen": ({"strategy": "single"}, {"model.freeze": ["language"]}, ("none", "full", "offload")),
+    "single, fp16": ({"strategy": "single"}, {"train.precision": "fp16"}, ("none", "full")),
+    "single, bf16_pure": ({"strategy": "single"}, {"train.precision": "bf16_pure"}, ("none", "selective")),
+    "single, fp8": ({"strategy": "single"}, {"train.precision": "fp8"}, ("none", "full", "selective")),
     "single, bf16": ({"strategy": "single"}, {"train.precision": "bf16"}, ("none", "full", "sqrt", "selective")),
 }
 """By name: [parallel], other keys, and the policies to run; strategies with "single" in the name need one rank."""

@@ -289,7 +289,7 @@ WRONG_PLANS = {
     "square root": (square_root, "about sqrt(L) equal segments", (0, 3.5)),
     "nothing": (nothing, "you recompute nothing", (0, 2.5)),
     "one segment": (one_segment, "you recompute all layers, in segments", (0, 2.5)),
-    "last one too": (last_one_too, "you recompute the last segment", (1, 5)),
+    "last one too": (last_one_too, "you recompute the last segment", (0.5, 5)),
     "without the live segment": (without_live_segment, "leave out the segment that backward makes again", (0, 4)),
     "without what is inside": (without_inside, "count all that a layer keeps", (0, 3)),
     "without inputs": (without_inputs, "leave out the inputs", (0, 4.5)),

@@ -75,8 +75,9 @@ def test_ledger_misses_no_byte_that_the_allocator_gave_out(policy: str, parts) -
         step(*parts)
     there_before = ledger.samples[0].total_bytes + ids.nbytes + tiles.nbytes
     assert ledger.samples[-1].total_bytes - there_before == total
-    # Within an operation a kernel may need more; between operations nothing is missed.
-    assert 0.97 * peak <= ledger.peak().total_bytes - there_before <= peak
+    # Between operations nothing is missed; within one a kernel may need more, and does where recomputation is highest.
+    missing = peak - (ledger.peak().total_bytes - there_before)
+    assert 0 <= missing <= (0 if policy == "none" else 0.01 * peak)
     last = ledger.samples[-1].by_owner()
     state = measure_ledger(model, optimizer)
     assert (last["weights"], last["gradients"], last["optimizer"]) == (

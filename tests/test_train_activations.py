@@ -85,7 +85,8 @@ def check_against_none(found: dict[str, dict[str, Any]]) -> int:
 
 
 def test_gradients_of_every_policy_are_those_of_the_plain_run(alone: dict[str, dict[str, Any]]) -> None:
-    assert check_against_none(alone) == len(alone) - 3
+    num_plain = sum(case.endswith("| none") for case in alone)
+    assert check_against_none(alone) == len(alone) - num_plain > 15
 
 
 @pytest.mark.slow
@@ -117,7 +118,10 @@ def test_recomputation_gathers_no_weights_again_and_repeats_what_a_block_sends(o
 def test_ledger_and_report_say_what_a_rank_holds_under_every_strategy(strategy: str, on_ranks) -> None:
     for rank, of_rank in enumerate(on_ranks):
         found = of_rank[f"ledger | {strategy}"]
-        assert found["ledger"] == found["state"] and not found["negative"]
+        # FSDP pads uneven shards: they take a little more memory than they have elements.
+        padded = 1.02 if strategy == "fsdp" else 1
+        assert all(want <= got <= padded * want for got, want in zip(found["ledger"], found["state"], strict=True))
+        assert not found["negative"]
         whole = max(found["gathered"])
         # Whole weights come and go under FSDP only, a few blocks at a time: less than twice what the shards are.
         assert (0 < whole < 2 * found["state"][0]) == (strategy == "fsdp") and found["gathered"][-1] == 0

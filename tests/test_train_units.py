@@ -27,6 +27,7 @@ from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.evaluate import questions_of
 from vlmcourse.train.folder import check_run_folder, find_checkpoint, read_meta
 from vlmcourse.train.loss import token_loss_sum
+from vlmcourse.train.nan_finder import find_in_step
 from vlmcourse.train.optimizer import build_optimizer, clip_global_norm, freeze_towers, learning_rate_scale
 from vlmcourse.train.precision import autocast
 from vlmcourse.train.seed import derive_seed, seed_step
@@ -342,9 +343,13 @@ def test_a_kill_in_the_middle_of_saves_leaves_a_checkpoint_that_loads(tmp_path: 
     assert trainer.train_step().loss < 7
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    trainer = build_trainer(config_in(tmp_path), ALONE, seed=0)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_way_to_its_cause(tmp_path: Path, precision: str) -> None:
+    trainer = build_trainer(config_in(tmp_path, precision=precision), ALONE, seed=0)
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="loss of this step is nan: it must be finite"):
+    with pytest.raises(RuntimeError, match="loss of this step is nan: it must be finite") as caught:
         trainer.train_step()
+    assert "train.nan_finder.find_in_step(trainer)" in str(caught.value)
+    assert ("choose bf16 or fp32 for train.precision" in str(caught.value)) == (precision == "fp16")
+    assert find_in_step(trainer)[0].startswith("rank 0, step 0, micro-batch 0: weights in ")

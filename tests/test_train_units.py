@@ -292,6 +292,25 @@ def test_resuming_another_model_is_refused_and_other_changes_are_told(
         build_trainer(config, ALONE, seed=0).resume(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fp32", "bf16_master"), ("bf16_master", "fp32"), ("bf16_master", "bf16_pure"), ("bf16_pure", "fp16")],
+)
+def test_a_run_goes_on_only_in_a_precision_that_stores_the_same(tmp_path: Path, before: str, after: str) -> None:
+    build_trainer(config_in(tmp_path, precision=before), ALONE, seed=0).save()
+    words = rf"train.precision was '{before}'.*is '{after}'.*set it back to '{before}', or start a new run"
+    with pytest.raises(ValueError, match=words):
+        build_trainer(config_in(tmp_path, precision=after), ALONE, seed=0).resume()
+    assert build_trainer(config_in(tmp_path, precision=before), ALONE, seed=0).resume() == 0
+
+
+def test_precisions_with_fp32_weights_may_follow_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_trainer(config_in(tmp_path, precision="fp32"), ALONE, seed=0).save()
+    trainer = build_trainer(config_in(tmp_path, precision="fp16"), ALONE, seed=0)
+    assert trainer.resume() == 0 and "train.precision from 'fp32' to 'fp16'" in caplog.text
+    assert trainer.scaler.scale == 2.0**16
+
+
 def test_a_half_written_checkpoint_is_never_used(tmp_path: Path) -> None:
     build_trainer(config_in(tmp_path), ALONE, seed=0).fit()
     folder = tmp_path / "run" / "checkpoints"

@@ -139,6 +139,14 @@ def test_a_wrong_step_is_told_its_mistake(name: str, reports: dict[str, Any], ca
     assert points <= NO_GRADIENT_POINTS.get(name, 4.8), said.out
 
 
+@pytest.mark.parametrize("name", ["own tokens", "mean of means", "DDP's average left in"])
+def test_one_mistake_behind_all_cases_is_the_only_one_named(name: str, reports: dict[str, Any], capsys: Any) -> None:
+    ex04_2.grade_steps(reports[name], 6, len(CASES))
+    first, *others = capsys.readouterr().out.splitlines()
+    assert WRONG_STEPS[name][1] in first and first.endswith("(and 4 more like it)")
+    assert len(others) == 1 and others[0].startswith("gradient right in 0 of 5 cases")
+
+
 def test_every_known_mistake_differs_from_what_is_right() -> None:
     for seed in (1, 5, 97531):
         for case in make_step_cases(seed, 5):

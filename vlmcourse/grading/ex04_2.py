@@ -17,7 +17,13 @@ from vlmcourse.grading.checks import as_number, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
 from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
 from vlmcourse.grading.step_cases import make_step_cases
-from vlmcourse.grading.step_feedback import MAX_SHOWN, explain_step_case, is_right, num_exchanges
+from vlmcourse.grading.step_feedback import (
+    MAX_SHOWN,
+    explain_step_case,
+    find_common_mistake,
+    is_right,
+    num_exchanges,
+)
 
 CLUSTER_ARGUMENTS = ("num_gpus", "tp", "pp", "cp")
 WORKER = "vlmcourse.grading.step_worker"
@@ -267,8 +273,9 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
     """Print what was wrong in an answer's cases and return its points."""
     earned, counts = 0.0, {"gradient": 0, "exchange": 0, "loss": 0}
     shown: dict[str, list[str]] = {}
+    common = find_common_mistake(reports.cases)
     for case in reports.cases:
-        for key, sentence in explain_step_case(case).items():
+        for key, sentence in explain_step_case(case, common).items():
             shown.setdefault(key, []).append(f"{case.case}: {sentence}")
         has_gradient = is_right(case, "gradient")
         exchanged_once = has_gradient and all(0.9 < number < 1.5 for number in num_exchanges(case))

@@ -24,6 +24,7 @@ from vlmcourse.data.samples import IGNORE_LABEL, Message, Sample
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.accumulate import micro_batch_loss_sum
+from vlmcourse.train.checkpoint import check_same_formats
 from vlmcourse.train.evaluate import questions_of
 from vlmcourse.train.folder import check_run_folder, find_checkpoint, read_meta
 from vlmcourse.train.loss import token_loss_sum
@@ -296,16 +297,21 @@ def test_resuming_another_model_is_refused_and_other_changes_are_told(
     ("before", "after"),
     [("fp32", "bf16_master"), ("bf16_master", "fp32"), ("bf16_master", "bf16_pure"), ("bf16_pure", "fp16")],
 )
-def test_a_run_goes_on_only_in_a_precision_that_stores_the_same(tmp_path: Path, before: str, after: str) -> None:
-    build_trainer(config_in(tmp_path, precision=before), ALONE, seed=0).save()
+def test_a_checkpoint_of_other_formats_is_refused_by_name(before: str, after: str) -> None:
     words = rf"train.precision was '{before}'.*is '{after}'.*set it back to '{before}', or start a new run"
     with pytest.raises(ValueError, match=words):
-        build_trainer(config_in(tmp_path, precision=after), ALONE, seed=0).resume()
-    assert build_trainer(config_in(tmp_path, precision=before), ALONE, seed=0).resume() == 0
+        check_same_formats(Path("step_000004"), before, after)
+    for precision in ("fp32", "bf16", "fp16", "fp8"):
+        check_same_formats(Path("step_000004"), "fp32", precision)
 
 
-def test_precisions_with_fp32_weights_may_follow_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build_trainer(config_in(tmp_path, precision="fp32"), ALONE, seed=0).save()
+def test_a_run_goes_on_only_in_a_precision_that_stores_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_trainer(config_in(tmp_path, precision="bf16_master"), ALONE, seed=0).save()
+    with pytest.raises(ValueError, match=r"train.precision was 'bf16_master'.*and is 'fp32'"):
+        build_trainer(config_in(tmp_path), ALONE, seed=0).resume()
+    build_trainer(config_in(tmp_path), ALONE, seed=0).save()
     trainer = build_trainer(config_in(tmp_path, precision="fp16"), ALONE, seed=0)
     assert trainer.resume() == 0 and "train.precision from 'fp32' to 'fp16'" in caplog.text
     assert trainer.scaler.scale == 2.0**16

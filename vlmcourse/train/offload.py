@@ -134,8 +134,9 @@ def _weight_of_cast(tensor: Tensor) -> nn.Parameter | None:
     if node is None or node.name() != "ToCopyBackward0":
         return None
     source = getattr(node.next_functions[0][0], "variable", None)  # of the node that adds to a leaf's gradient
-    is_weight = isinstance(source, nn.Parameter) and source.device == tensor.device
-    return source if is_weight and source.shape == tensor.shape else None
+    if not isinstance(source, nn.Parameter) or source.device != tensor.device or source.shape != tensor.shape:
+        return None
+    return source
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

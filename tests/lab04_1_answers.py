@@ -6,6 +6,7 @@ import functools
 import heapq
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ def recursion_with_memory(inputs, inside, costs, limit):
         if start == n:
             return 0, ()
         size = inputs[start] + inside[start]
-        found = [(math.inf, ())]
+        found: list[Any] = [(math.inf, ())]
         if size <= room:
             found.append(best(start + 1, room - size))
         total, spent = 0, 0
@@ -70,7 +71,8 @@ def recursion_with_memory(inputs, inside, costs, limit):
 def cheapest_path(inputs, inside, costs, limit):
     """Dijkstra over (layer, bytes kept); the first plan that reaches the end is the cheapest."""
     n = len(costs)
-    heap, number, done = [(0, 0, 0, 0, ())], itertools.count(1), set()
+    number, done = itertools.count(1), set()
+    heap: list[Any] = [(0, 0, 0, 0, ())]
     while heap:
         spent, _, layer, kept, plan = heapq.heappop(heap)
         if layer == n:

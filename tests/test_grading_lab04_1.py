@@ -53,7 +53,9 @@ CASES = read_cases()
 def grade_plan(function, tests: str = "hidden", limit_s: float = 5.0) -> float:
     """Grade a function on both groups."""
     return sum(
-        lab04_1.check_plan(function, group, POINTS[f"lab04_1_{group}"], *CASES[tests][f"lab04_1_{group}"], limit_s)
+        lab04_1.check_plan(
+            function, group, POINTS[f"lab04_1_{group}"], *CASES[tests][f"lab04_1_{group}"], limit_s=limit_s
+        )
         for group in GROUPS
     )
 
@@ -196,9 +198,11 @@ def test_runs_of_the_library_and_of_the_plain_chain_differ_in_bytes_only():
     for case in make_runs(seed=3):
         again = record_run(run_reference, case, allow_library=True)
         plain = record_run(lambda layers, x, _: nn.Sequential(*layers)(x), case, allow_library=True)
+        assert again.output is not None and plain.output is not None
         assert torch.equal(again.output, plain.output) and again.draw == plain.draw
         for name, gradient in again.gradients.items():
-            assert torch.equal(gradient, plain.gradients[name])
+            other = plain.gradients[name]
+            assert gradient is not None and other is not None and torch.equal(gradient, other)
         assert (again.kept < plain.kept) == bool(case.segments)
         assert again.calls == [1 + (i in case.covered) for i in range(len(case.hidden))]
 

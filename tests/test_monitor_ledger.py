@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def profiled_bytes(run) -> tuple[int, int]:
     """Return how many bytes more were allocated at the end of a run, and at its fullest moment, as PyTorch records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    recorded: Any = profiler.profiler
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     total = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         total += event.nbytes()

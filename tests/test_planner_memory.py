@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -338,7 +339,7 @@ def test_every_device_names_its_source():
 
 
 def test_policies_of_a_plan_keep_between_everything_and_inputs():
-    def activations(**policies: str) -> int:
+    def activations(**policies: Any) -> int:
         return estimate_activation_bytes(Plan(**policies), MODEL, Workload(), stage=0)
 
     assert activations(recompute_vision="full", recompute_language="full") == activations()

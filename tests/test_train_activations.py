@@ -14,6 +14,7 @@ from activations_cases import FULL, POLICIES, STRATEGIES, deep_shape, run_case
 from ranks import run_worker
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmcourse.config import parse_config
 from vlmcourse.models.vlm import build_model
@@ -235,16 +236,22 @@ class Chain(nn.Module):
         return x
 
 
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Return a copy of a leaf's gradient."""
+    assert leaf.grad is not None
+    return leaf.grad.clone()
+
+
 def run_chain(chain: Chain, segments: list[Segment], offload: bool = False) -> tuple[list[Tensor], list[int], Tensor]:
     """Return gradients, calls of each block, and a number drawn after the step."""
     cover_blocks(chain, segments, offload=offload)
-    plain = list(chain.blocks.children())
+    plain: list[Any] = list(chain.blocks.children())
     for block in plain:
         block.num_calls = 0
     torch.manual_seed(5)
     chain.zero_grad()
     chain(torch.ones(3, 16)).square().sum().backward()  # an input without a gradient, as the first layer of a model has
-    return [p.grad.clone() for p in chain.parameters()], [block.num_calls for block in plain], torch.rand(())
+    return [gradient_of(p) for p in chain.parameters()], [block.num_calls for block in plain], torch.rand(())
 
 
 @pytest.mark.parametrize("policy", ["full", "every:3", "sqrt", "selective"])
@@ -301,7 +308,7 @@ def test_selective_keeps_matrix_products_and_attention_and_runs_the_rest_again()
     assert counts["selective"]["gelu"] == 2 * counts["none"]["gelu"] == counts["full"]["gelu"]
 
 
-class OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """Counts operations by name, those that a checkpoint runs again too."""
 
     def __init__(self) -> None:
@@ -323,11 +330,11 @@ def test_offloading_moves_each_tensor_once_and_no_weights() -> None:
         z = (y @ weight).sum() + (y * y).sum() + (y[:, 1:] * y[:, :-1]).sum()
     assert offloading.moved_bytes == y.nbytes
     z.backward()
-    gradients = x.grad.clone(), weight.grad.clone()
+    gradients = gradient_of(x), gradient_of(weight)
     x.grad = weight.grad = None
     y = x * 1.0
     ((y @ weight).sum() + (y * y).sum() + (y[:, 1:] * y[:, :-1]).sum()).backward()
-    assert torch.equal(x.grad, gradients[0]) and torch.equal(weight.grad, gradients[1])
+    assert torch.equal(gradient_of(x), gradients[0]) and torch.equal(gradient_of(weight), gradients[1])
 
 
 def test_offloading_under_autocast_moves_no_casts_of_weights() -> None:

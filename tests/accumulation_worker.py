@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from batch_norm_cases import BATCH_NORM_INPUTS, normalize
 from combinations import divisible_shape
 from parity import AwkwardTrainer, Recording, awkward_samples, record
 
@@ -339,6 +340,7 @@ def main(folder: Path) -> None:
     norms: dict[str, Any] = {}
     if ranks.world_size == 2:
         norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)}
+        norms["inputs"] = {name: normalize(name, ranks) for name in BATCH_NORM_INPUTS}
         norms["drift"] = train_three_ways(ranks, 4, samples_per_step=4, micro_batch_size=1, measure_every=2)
     torch.save({"runs": runs, "bugs": planted, "counts": counts, "norms": norms}, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

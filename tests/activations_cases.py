@@ -52,7 +52,12 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
     "single, fp16": ({"strategy": "single"}, {"train.precision": "fp16"}, ("none", "full")),
     "single, bf16_pure": ({"strategy": "single"}, {"train.precision": "bf16_pure"}, ("none", "selective")),
     "single, fp8": ({"strategy": "single"}, {"train.precision": "fp8"}, ("none", "full", "selective")),
-    "single, bf16": ({"strategy": "single"}, {"train.precision": "bf16"}, ("none", "full", "sqrt", "selective")),
+    "single, bf16": (
+        {"strategy": "single"},
+        {"train.precision": "bf16"},
+        ("none", "full", "sqrt", "selective", "offload"),
+    ),
+    "fsdp, bf16": ({"strategy": "fsdp"}, {"train.precision": "bf16"}, ("none", "offload")),
 }
 """By name: [parallel], other keys, and the policies to run; strategies with "single" in the name need one rank."""
 POLICIES["language full"] = {"language": "full"}

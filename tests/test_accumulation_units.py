@@ -24,7 +24,8 @@ from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import gradient_sync, is_engine
-from vlmcourse.planner import Plan
+from vlmcourse.planner import Plan, estimate_rank_memory
+from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
 from vlmcourse.train.loss import TokenLoss, token_loss_sum, token_weights, weight_sum
 
@@ -248,6 +249,15 @@ def test_a_frozen_batch_norm_does_what_the_trained_one_does_in_evaluation() -> N
 
 
 # --- The chapter's glue ---------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_right_about_the_memory_of_a_13b_model_on_eight_gpus() -> None:
+    plan = Plan(dp_shard=8, zero_stage=3, micro_batch_size=16, activation_checkpointing=False)
+    memory = estimate_rank_memory(plan, get_model("vlm-13b"))
+    sizes = memory.activations, memory.gathered, memory.reserved
+    assert [round(size / 1e9, 1) for size in sizes] == [244.4, 2.2, 2.1]
+    named = memory.state + memory.activations + memory.gathered + memory.reserved
+    assert named == memory.device_total
 
 
 def test_cuts_of_one_batch_have_one_gradient_and_less_to_keep() -> None:

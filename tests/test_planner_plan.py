@@ -211,6 +211,25 @@ def test_offloaded_state_of_all_ranks_must_fit_the_node():
     assert "host_memory" not in problems(Plan(dp_shard=4, zero_stage=1, offload_optimizer=True), cluster=A100X4)
 
 
+def test_a_batch_that_counts_ranks_of_a_tensor_parallel_group_is_refused_with_the_reason():
+    model, plan = get_model("internvl2-26b"), Plan(tp=2, dp_shard=4, zero_stage=3)
+    wrong = check_plan(plan, model, H100X8, grad_accum_steps=16, global_batch_size=128)
+    assert wrong.codes == ("batch",)
+    assert wrong.problems[0].message == (
+        "micro-batch x accumulation x data-parallel degree = 1 x 16 x 4 = 64 samples a step, not 128: that would count "
+        "all 8 ranks; tp x pp = 2 ranks share their samples; set grad_accum_steps to 32 (128 samples)"
+    )
+    assert check_plan(plan, model, H100X8, grad_accum_steps=32, global_batch_size=128)
+    assert check_plan(plan, model, H100X8, grad_accum_steps=16, global_batch_size=64)
+    assert check_plan(plan, model, H100X8, grad_accum_steps=16)  # nothing is said about the batch
+    flat = check_plan(Plan(dp_shard=8, zero_stage=3), model, H100X8, grad_accum_steps=1, global_batch_size=100)
+    message = next(problem.message for problem in flat.problems if problem.code == "batch")
+    assert message.endswith("not 100; set grad_accum_steps to 12 (96 samples) or 13 (104 samples)")
+    for wrong_number in ({"grad_accum_steps": 0}, {"global_batch_size": -1}):
+        with pytest.raises(ValueError, match=r"grad_accum_steps = 0|global_batch_size = -1"):
+            check_plan(plan, model, H100X8, **wrong_number)
+
+
 def test_verdict_prints_its_problems_and_codes_are_known():
     verdict = check_plan(Plan(tp=16, vision_tp=16), MODEL, H100X8)
     assert str(verdict).startswith("not possible: a rank needs")

@@ -24,9 +24,11 @@ from vlmcourse.data.samples import IGNORE_LABEL, Message, Sample
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.accumulate import micro_batch_loss_sum
+from vlmcourse.train.checkpoint import check_same_formats
 from vlmcourse.train.evaluate import questions_of
 from vlmcourse.train.folder import check_run_folder, find_checkpoint, read_meta
 from vlmcourse.train.loss import token_loss_sum
+from vlmcourse.train.nan_finder import find_in_step
 from vlmcourse.train.optimizer import build_optimizer, clip_global_norm, freeze_towers, learning_rate_scale
 from vlmcourse.train.precision import autocast
 from vlmcourse.train.seed import derive_seed, seed_step
@@ -291,6 +293,30 @@ def test_resuming_another_model_is_refused_and_other_changes_are_told(
         build_trainer(config, ALONE, seed=0).resume(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fp32", "bf16_master"), ("bf16_master", "fp32"), ("bf16_master", "bf16_pure"), ("bf16_pure", "fp16")],
+)
+def test_a_checkpoint_of_other_formats_is_refused_by_name(before: str, after: str) -> None:
+    words = rf"train.precision was '{before}'.*is '{after}'.*set it back to '{before}', or start a new run"
+    with pytest.raises(ValueError, match=words):
+        check_same_formats(Path("step_000004"), before, after)
+    for precision in ("fp32", "bf16", "fp16", "fp8"):
+        check_same_formats(Path("step_000004"), "fp32", precision)
+
+
+def test_a_run_goes_on_only_in_a_precision_that_stores_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_trainer(config_in(tmp_path, precision="bf16_master"), ALONE, seed=0).save()
+    with pytest.raises(ValueError, match=r"train.precision was 'bf16_master'.*and is 'fp32'"):
+        build_trainer(config_in(tmp_path), ALONE, seed=0).resume()
+    build_trainer(config_in(tmp_path), ALONE, seed=0).save()
+    trainer = build_trainer(config_in(tmp_path, precision="fp16"), ALONE, seed=0)
+    assert trainer.resume() == 0 and "train.precision from 'fp32' to 'fp16'" in caplog.text
+    assert trainer.scaler.scale == 2.0**16
+
+
 def test_a_half_written_checkpoint_is_never_used(tmp_path: Path) -> None:
     build_trainer(config_in(tmp_path), ALONE, seed=0).fit()
     folder = tmp_path / "run" / "checkpoints"
@@ -342,9 +368,13 @@ def test_a_kill_in_the_middle_of_saves_leaves_a_checkpoint_that_loads(tmp_path: 
     assert trainer.train_step().loss < 7
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    trainer = build_trainer(config_in(tmp_path), ALONE, seed=0)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_way_to_its_cause(tmp_path: Path, precision: str) -> None:
+    trainer = build_trainer(config_in(tmp_path, precision=precision), ALONE, seed=0)
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="loss of this step is nan: it must be finite"):
+    with pytest.raises(RuntimeError, match="loss of this step is nan: it must be finite") as caught:
         trainer.train_step()
+    assert "train.nan_finder.find_in_step(trainer)" in str(caught.value)
+    assert ("choose bf16 or fp32 for train.precision" in str(caught.value)) == (precision == "fp16")
+    assert find_in_step(trainer)[0].startswith("rank 0, step 0, micro-batch 0: weights in ")

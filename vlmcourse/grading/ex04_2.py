@@ -17,7 +17,13 @@ from vlmcourse.grading.checks import as_number, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
 from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
 from vlmcourse.grading.step_cases import make_step_cases
-from vlmcourse.grading.step_feedback import MAX_SHOWN, explain_step_case, is_right, num_exchanges
+from vlmcourse.grading.step_feedback import (
+    MAX_SHOWN,
+    explain_step_case,
+    find_common_mistake,
+    is_right,
+    num_exchanges,
+)
 
 CLUSTER_ARGUMENTS = ("num_gpus", "tp", "pp", "cp")
 WORKER = "vlmcourse.grading.step_worker"
@@ -55,22 +61,28 @@ class BatchCase:
 
 
 def make_batch_cases(seed: int, num_cases: int) -> list[BatchCase]:
-    """Draw clusters; a third without any split model, and targets of which half are met exactly."""
+    """Draw clusters and targets: of five clusters, three have all degrees above 1, one has one and one has none.
+
+    A function that forgets a single degree is then wrong in more than half of the cases, and so is one that gives a
+    single choice: of four targets one is met exactly; of eight, one lies below a round of micro-batches.
+    """
     rng = random.Random(f"batch:{seed}")
     cases = [V100] if seed % 2 else []
     while len(cases) < num_cases:
         number = len(cases)
-        degrees = [1, 1, 1]
-        for axis in rng.sample(range(3), k=number % 3):
-            degrees[axis] = rng.choice((2, 4)) if number % 2 else 2
-        dp = rng.choice((1, 2, 3, 4, 8, 16) if number % 4 else (2, 4, 8))
-        micro, accumulation = rng.randint(1, 6), rng.randint(2, 24)
+        degrees = rng.sample((2, 4, 8), k=3)
+        if number % 5 == 0:
+            degrees = [1, 1, 1]
+        elif number % 5 == 4:  # cp first, then tp, then pp
+            degrees = [degree if axis == (number // 5 + 2) % 3 else 1 for axis, degree in enumerate(degrees)]
+        dp = rng.choice((1, 2, 3, 4, 8, 16) if number % 5 else (2, 4, 8))
+        micro, accumulation = rng.randint(1 if dp > 1 else 3, 6), rng.randint(2, 24)
         one_round = micro * dp
         target = one_round * rng.randint(2, 40)
-        if number % 2 and one_round > 1:
+        if number % 4:
             target += rng.choice([o for o in range(1, one_round) if 2 * o != one_round] or [1])
-        if number % 7 == 5:
-            target = max(1, one_round - rng.randint(1, max(1, one_round - 1)))
+        if number % 8 == 6:
+            target = one_round - rng.randint(1, one_round - 1)
         tp, pp, cp = degrees
         num_gpus = dp * tp * pp * cp
         cases.append(
@@ -261,8 +273,9 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
     """Print what was wrong in an answer's cases and return its points."""
     earned, counts = 0.0, {"gradient": 0, "exchange": 0, "loss": 0}
     shown: dict[str, list[str]] = {}
+    common = find_common_mistake(reports.cases)
     for case in reports.cases:
-        for key, sentence in explain_step_case(case).items():
+        for key, sentence in explain_step_case(case, common).items():
             shown.setdefault(key, []).append(f"{case.case}: {sentence}")
         has_gradient = is_right(case, "gradient")
         exchanged_once = has_gradient and all(0.9 < number < 1.5 for number in num_exchanges(case))

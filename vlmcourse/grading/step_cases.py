@@ -257,12 +257,17 @@ def name_gradient(got: Tensor, expected: Mapping[str, Tensor]) -> str:
         return "nan"
     if not got.any():
         return "none"
-    for name, vector in expected.items():
-        if float((got - vector).norm()) <= TOLERANCE * float(vector.norm()):
-            return name
+    fits = fit_gradient(got, expected)
+    if fits:
+        return fits[0]
     right = expected["right"]
     cosine = float(got @ right / (got.norm() * right.norm()))
     return "scaled" if cosine > 1 - 1e-6 else "other"
+
+
+def fit_gradient(got: Tensor, expected: Mapping[str, Tensor]) -> list[str]:
+    """Return the words for all vectors that a gradient equals; in a special case several mistakes give the same."""
+    return [name for name, vector in expected.items() if (got - vector).norm() <= TOLERANCE * vector.norm()]
 
 
 def name_loss(got: object, expected: Mapping[str, float]) -> str:

@@ -6,6 +6,7 @@ recognised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vlmcourse.grading.pair_ranks import CaseReports
@@ -59,7 +60,8 @@ GRADIENTS = {
     "kept": KEPT,
     "kept_over_ranks": KEPT,
     "scaled": "the gradient has the right direction and a wrong length: look at what you divide by and multiply with",
-    "nan": "the gradient holds NaN: a micro-batch without any supervised token has a mean of 0 / 0; add up instead",
+    "nan": "the gradient holds NaN: a micro-batch or a rank without any supervised token has a mean of 0 / 0; add up, "
+    "and divide by the count of the whole step",
     "none": "the gradient is zero everywhere: did backward run, and zero_grad before it?",
     "no_step": "the optimizer did not step: call optimizer.step() once, at the end",
     "other": "the gradient is none of those that a known mistake gives: compare with one big batch in one process",
@@ -111,8 +113,25 @@ def num_exchanges(case: CaseReports) -> list[float]:
     return [step["exchanges"] for step in _steps(case)]
 
 
-def explain_step_case(case: CaseReports) -> dict[str, str]:
-    """Return what is wrong with one case; nothing if all is right."""
+def find_common_mistake(cases: Sequence[CaseReports]) -> str:
+    """Return the word for the mistake that gives every wrong gradient of all cases; "" if no single one does.
+
+    One case alone may fit several: where each rank has one micro-batch, a mean of micro-batches is one of ranks. Only
+    first steps are looked at (later ones begin with spoilt weights), and no NaN, which fits everything.
+    """
+    first = [report["values"]["steps"][0] for case in cases if case.is_done for report in case.by_rank.values()]
+    fits = [set(step["fits"]) for step in first if step["gradient"] not in ("right", "nan")]
+    common = set.intersection(*fits) if fits else set()
+    return next((word for word in GRADIENTS if word in common), "")
+
+
+def explain_step_case(case: CaseReports, common: str = "") -> dict[str, str]:
+    """Return what is wrong with one case; nothing if all is right.
+
+    Args:
+        case: what the ranks found.
+        common: the answer's `find_common_mistake`, which is named where the case fits it.
+    """
     problem = _explain_end(case)
     if problem:
         return problem
@@ -126,8 +145,11 @@ def explain_step_case(case: CaseReports) -> dict[str, str]:
     else:
         words = [step["gradient"] for step in steps if step["gradient"] != "right"]
         # A later step begins with weights that an earlier mistake has spoilt: the first word says most.
-        early = [r["values"]["steps"][0]["gradient"] for _, r in sorted(case.by_rank.items())]
+        first = [report["values"]["steps"][0] for _, report in sorted(case.by_rank.items())]
+        early = [step["gradient"] for step in first]
         word = next((w for w in (*early, *words) if w not in ("right", "other")), words[0] if words else "")
+        if any(common in step["fits"] for step in first if step["gradient"] != "right"):
+            word = common
         if word:
             found[f"gradient {word}"] = GRADIENTS[word].format(n=n)
     times = max(num_exchanges(case), default=0.0)

@@ -22,6 +22,7 @@ from vlmcourse.grading.pair_worker import RecordCollectives, Run, describe_error
 from vlmcourse.grading.step_cases import (
     LEARNING_RATE,
     StepCase,
+    fit_gradient,
     flat_gradient,
     make_micro_batches,
     make_model,
@@ -80,6 +81,7 @@ class StepRun(Run):
         sent = sum(count for _, name, count in record.calls if name.startswith(("allreduce", "all_reduce")))
         return {
             "gradient": name_gradient(seen[-1], truth.gradients) if seen else "no_step",
+            "fits": fit_gradient(seen[-1], truth.gradients) if seen else [],
             "num_steps": len(seen),
             "loss": name_loss(loss, truth.losses),
             "exchanges": sent / num_parameters,

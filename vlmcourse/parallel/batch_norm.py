@@ -30,19 +30,29 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [batch, channels, height, width]; in evaluation by the running statistics, as any BatchNorm.
 
-        Communicates: in training an all-reduce of 2 numbers a channel and one more, forward and backward.
+        Sums are fp32 (fp64 for an fp64 input) and the output has the input's type. The mean comes first, the squares
+        are those of what is left: E[x^2] - E[x]^2 would lose a small variance beside a large mean. The mean of the
+        first round is only an origin, on which no result depends, so gradients pass through the second round alone.
+
+        Communicates: in training two all-reduces forward, of a number a channel and one more, and of 2 numbers a
+        channel; one backward, of 2 numbers a channel.
         """
         if not self.training:
             return super().forward(input)
-        x_BCHW = input
-        count = x_BCHW.new_tensor([x_BCHW.numel() / x_BCHW.shape[1]])
-        sums = torch.cat((x_BCHW.sum(dim=(0, 2, 3)), x_BCHW.square().sum(dim=(0, 2, 3)), count))
-        sums = sum_over_group(sums, self.group)
-        mean_C, square_C = (sums[:-1] / sums[-1]).chunk(2)
-        var_C = square_C - mean_C.square()
-        self._remember(mean_C.detach(), var_C.detach(), float(sums[-1].detach()))
+        x_BCHW = input.to(torch.promote_types(input.dtype, torch.float32))
+        with torch.no_grad():
+            count = x_BCHW.new_tensor([x_BCHW.numel() // x_BCHW.shape[1]])
+            total = sum_over_group(torch.cat((x_BCHW.sum(dim=(0, 2, 3)), count)), self.group)
+            count, origin_C = total[-1], total[:-1] / total[-1]
+        x_BCHW = x_BCHW - origin_C[:, None, None]
+        sums = torch.cat((x_BCHW.sum(dim=(0, 2, 3)), x_BCHW.square().sum(dim=(0, 2, 3))))
+        mean_C, square_C = (sum_over_group(sums, self.group) / count).chunk(2)  # the mean: what rounding has left of it
+        var_C = (square_C - mean_C.square()).clamp(min=0)
+        self._remember((origin_C + mean_C).detach(), var_C.detach(), float(count))
         normal_BCHW = (x_BCHW - mean_C[:, None, None]) * (var_C[:, None, None] + self.eps).rsqrt()
-        return normal_BCHW * self.weight[:, None, None] + self.bias[:, None, None]
+        if self.affine:
+            normal_BCHW = normal_BCHW * self.weight[:, None, None] + self.bias[:, None, None]
+        return normal_BCHW.to(input.dtype)
 
     @torch.no_grad()
     def _remember(self, mean_C: Tensor, var_C: Tensor, count: float) -> None:
@@ -51,8 +61,9 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
             return
         self.num_batches_tracked.add_(1)
         share = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean_C, share)
-        self.running_var.lerp_(var_C * count / max(1.0, count - 1), share)
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), share)
+        unbiased_C = var_C * (count / max(1.0, count - 1))
+        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), share)
 
 
 def sync_batch_norms(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> nn.Module:

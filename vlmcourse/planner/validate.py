@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmcourse.batch import describe_batch, nearest_accumulation
 from vlmcourse.planner.activations import Workload
 from vlmcourse.planner.degrees import find_indivisible
 from vlmcourse.planner.hardware import DeviceSpec, get_device
@@ -30,6 +31,7 @@ CODES = (
     "precision",
     "memory",
     "host_memory",
+    "batch",
 )
 """Every code that a `Problem` may carry."""
 
@@ -77,7 +79,15 @@ class Verdict:
         return f"not possible: {head}\n{lines}"
 
 
-def check_plan(plan: Plan, model: VLMShape, cluster: Cluster, workload: Workload | None = None) -> Verdict:
+def check_plan(
+    plan: Plan,
+    model: VLMShape,
+    cluster: Cluster,
+    workload: Workload | None = None,
+    *,
+    grad_accum_steps: int = 1,
+    global_batch_size: int = 0,
+) -> Verdict:
     """Check a plan against a model and a cluster and list everything that is wrong.
 
     Args:
@@ -85,13 +95,15 @@ def check_plan(plan: Plan, model: VLMShape, cluster: Cluster, workload: Workload
         model: the model's shape.
         cluster: the machines; its device must be a name in `planner.hardware.DEVICES`.
         workload: tokens and tiles of a sample; the default is 2048 tokens and one tile.
+        grad_accum_steps: micro-batches that a rank adds up before a step.
+        global_batch_size: samples of one optimizer step that are intended; 0 leaves the batch unchecked.
 
     Returns:
         The verdict; `verdict.ok` says whether the plan can be run.
 
     Raises:
         TypeError: if `plan` is not a `Plan`.
-        ValueError: if the cluster's device is not known.
+        ValueError: if the cluster's device is not known, `grad_accum_steps` is below 1 or `global_batch_size` below 0.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"check_plan needs a Plan, not {type(plan).__name__}: build one with Plan(dp_shard=...)")
@@ -102,6 +114,7 @@ def check_plan(plan: Plan, model: VLMShape, cluster: Cluster, workload: Workload
         *_division_problems(plan, model),
         *_precision_problems(plan, device),
         *_memory_problems(plan, memory, cluster, device),
+        *_batch_problems(plan, grad_accum_steps, global_batch_size),
     ]
     return Verdict(problems=tuple(problems), memory=memory, available_bytes=device.memory_bytes)
 
@@ -175,6 +188,28 @@ def _memory_problems(plan: Plan, memory: RankMemory, cluster: Cluster, device: D
         )
         found.append(Problem(code="host_memory", message=message))
     return found
+
+
+def _batch_problems(plan: Plan, grad_accum_steps: int, intended: int) -> list[Problem]:
+    """Check that a step takes as many samples as intended: x the data-parallel degree, not x the ranks (F4, F5)."""
+    if intended < 0:
+        raise ValueError(f"global_batch_size = {intended}: must be 0 (the batch is left unchecked) or greater")
+    if plan.global_batch_size(grad_accum_steps) == intended or not intended:
+        return []
+    num_sharing = plan.num_ranks // plan.dp_degree
+    reason = ""
+    if num_sharing > 1:
+        counted = plan.micro_batch_size * grad_accum_steps * plan.num_ranks == intended
+        mistake = f": that would count all {plan.num_ranks} ranks" if counted else ""
+        reason = f"{mistake}; tp x pp = {num_sharing} ranks share their samples"
+    product = describe_batch(plan.micro_batch_size, grad_accum_steps, plan.dp_degree)
+    choices = nearest_accumulation(intended, plan.micro_batch_size, plan.dp_degree)
+    ways = " or ".join(f"{choice.accumulation_steps} ({choice.samples} samples)" for choice in choices)
+    message = (
+        f"micro-batch x accumulation x data-parallel degree = {product} samples a step, not {intended}{reason}; set "
+        f"grad_accum_steps to {ways}"
+    )
+    return [Problem(code="batch", message=message)]
 
 
 def _advise(plan: Plan, owner: str, cluster: Cluster) -> str:

@@ -100,11 +100,18 @@ def accumulate_gradients(
         loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale, how)
     loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / weights  # ranks of one tp group have the same
     if not math.isfinite(loss):
-        raise RuntimeError(
-            f"rank {ranks.rank}: the loss of this step is {loss}: it must be finite; lower the learning rates, "
-            "lengthen optimizer.warmup_steps, or look for broken pictures in the data"
-        )
+        raise RuntimeError(_explain_loss(loss, ranks, precision))
     return Accumulated(loss, tokens)
+
+
+def _explain_loss(loss: float, ranks: Ranks, precision: str) -> str:
+    """Say what to do about a loss that is no number."""
+    narrow = ", choose bf16 or fp32 for train.precision (fp16 ends at 65504)" if precision == "fp16" else ""
+    return (
+        f"rank {ranks.rank}: the loss of this step is {loss}: it must be finite; call "
+        "train.nan_finder.find_in_step(trainer) on all ranks: it names the first operation and the samples. Then mend "
+        f"the samples{narrow}, lower the learning rates, or lengthen optimizer.warmup_steps"
+    )
 
 
 def _check_pipeline_loss(model: PipelinedModel, how: Accumulation) -> None:

@@ -34,6 +34,7 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
 from vlmcourse.train.low_precision import LowPrecisionAdamW
 from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
+from vlmcourse.train.precision import BF16_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,30 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
         planner = PlainLoadPlanner(_plain_sizes_of(model))
         dcp.load(state, checkpoint_id=path, planner=planner, no_dist=ranks.world_size == 1)  # in place
     _fill_second_copies(model, optimizer)
+
+
+def check_same_formats(path: Path, before: str, precision: str) -> None:
+    """Refuse to go on in a precision that stores other tensors than those of a checkpoint.
+
+    bf16_master has fp32 master copies beside bf16 weights, bf16_pure has bf16 moments; fp32, bf16, fp16 and fp8 all
+    store fp32 weights and moments, and may follow each other.
+
+    Args:
+        path: the checkpoint's folder.
+        before: the `train.precision` that it was saved with.
+        precision: that of the present run.
+
+    Raises:
+        ValueError: if what is stored differs.
+    """
+    kinds = [name if name in BF16_WEIGHTS else "fp32" for name in (before, precision)]
+    if kinds[0] == kinds[1]:
+        return
+    stored = {"fp32": "fp32 weights", "bf16_master": "bf16 weights with fp32 master copies", "bf16_pure": "bf16 alone"}
+    raise ValueError(
+        f"train.precision was {before!r} in the checkpoint {str(path)!r} ({stored[kinds[0]]}) and is {precision!r} "
+        f"({stored[kinds[1]]}): set it back to {before!r}, or start a new run, whose optimizer begins anew"
+    )
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

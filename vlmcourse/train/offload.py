@@ -2,9 +2,10 @@
 
 Enters: a forward pass inside `Offloading().hooks()`. Leaves: the same gradients; between the passes the device holds
 none of the tensors that were kept inside. Weights are not moved (`torch.autograd.graph.save_on_cpu` would copy them
-once for each use), and a tensor that several operations keep is moved once. On a GPU copies go to pinned memory on a
-stream of their own while the next block computes; on a CPU they are plain copies in the same memory, which shows the
-mechanism and saves nothing. Chapter 4.
+once for each use), nor are autocast's casts of them, which backward makes again from the weights; only the cast of a
+frozen weight bears no trace of where it came from and is moved like an activation. A tensor that several operations
+keep is moved once. On a GPU copies go to pinned memory on a stream of their own while the next block computes; on a CPU
+they are plain copies in the same memory, which shows the mechanism and saves nothing. Chapter 4.
 """
 
 from __future__ import annotations
@@ -69,6 +70,22 @@ class _Moved:
         return self.copy.fetch().view(self.dtype).as_strided(*self.layout)
 
 
+class _Cast:
+    """A weight in autocast's format, of which nothing is kept but how to make it."""
+
+    def __init__(self, weight: nn.Parameter, tensor: Tensor) -> None:
+        self.weight, self.version, self.dtype = weight, weight._version, tensor.dtype
+        self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def restore(self) -> Tensor:
+        if self.weight._version != self.version:
+            raise RuntimeError(
+                f"a weight of {list(self.weight.shape)} was changed between forward and backward, and its "
+                f"{self.dtype} cast is made again from it: run backward before the optimizer steps"
+            )
+        return self.weight.detach().to(self.dtype).as_strided(*self.layout)
+
+
 class Offloading:
     """Counts and moves what is kept inside its hooks."""
 
@@ -88,6 +105,9 @@ class Offloading:
         movable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not movable or isinstance(base, nn.Parameter) or tensor.untyped_storage().nbytes() < SMALLEST_BYTES:
             return tensor
+        weight = _weight_of_cast(base)
+        if weight is not None:
+            return _Cast(weight, tensor)
         address = tensor.untyped_storage().data_ptr()
         copy = self._copies.get(address)
         if copy is None or not copy.is_of(tensor):
@@ -105,7 +125,18 @@ class Offloading:
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept.restore() if isinstance(kept, _Moved) else kept
+    return kept.restore() if isinstance(kept, (_Moved, _Cast)) else kept
+
+
+def _weight_of_cast(tensor: Tensor) -> nn.Parameter | None:
+    """Return the trained weight of which a tensor is a copy in another format; None for all others."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source = getattr(node.next_functions[0][0], "variable", None)  # of the node that adds to a leaf's gradient
+    if not isinstance(source, nn.Parameter) or source.device != tensor.device or source.shape != tensor.shape:
+        return None
+    return source
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
 from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches
-from vlmcourse.train.checkpoint import load_checkpoint, save_checkpoint
+from vlmcourse.train.checkpoint import check_same_formats, load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
 from vlmcourse.train.folder import check_steps_left, find_checkpoint, read_meta, run_folder
 from vlmcourse.train.loss import TokenLoss
@@ -337,7 +337,7 @@ class Trainer:
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
-            ValueError: if it is of another model, or other towers were frozen.
+            ValueError: if it is of another model, other towers were frozen, or its precision stores other tensors.
         """
         checkpoint = find_checkpoint(Path(path) if path is not None else run_folder(self.config))
         meta = read_meta(checkpoint)
@@ -365,6 +365,7 @@ def _check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, glob
                 f"model.{key} = {value!r}, but the checkpoint {str(path)!r} was saved with {before!r}: a run goes on "
                 "with the same model and frozen towers; set it back, or start a new run"
             )
+    check_same_formats(path, saved["train"].get("precision", "fp32"), config.train.precision)
     changed = [
         f"{section}.{key} from {saved[section].get(key)!r} to {value!r}"
         for section in ("run", "data", "train", "optimizer")

@@ -47,7 +47,7 @@ def test_policies_tell_forward_s_share_and_the_spread_of_their_repeats() -> None
     assert 0 < share < 1 and results["none"].time.least == 1
     assert results["full"].peak_bytes < results["none"].peak_bytes and results["full"].gradient_error == 0
     rows = ch04.as_rows(results)
-    assert [row[0] for row in rows] == ["none", "full"] and all(float(row[2]) <= float(row[3]) for row in rows)
+    assert [row[0] for row in rows] == ["none", "full"] and all(float(str(row[2])) <= float(str(row[3])) for row in rows)
     assert len(rows[0]) == 5
 
 

@@ -253,6 +253,20 @@ def single_layers_only(inputs, inside, costs, limit):
     return min(best.values())[1] if best else []
 
 
+def single_layers_without_live(inputs, inside, costs, limit):
+    """Single layers of the least cost such that what is kept at the end of forward fits."""
+    check_possible(inputs, inside, costs, limit)
+    best = {0: (0, [])}
+    for i, (a, b, c) in enumerate(zip(inputs, inside, costs, strict=True)):
+        after = {}
+        for kept, (spent, plan) in best.items():
+            for size, value, new in ((kept + a + b, spent, plan), (kept + a, spent + c, [*plan, (i, i + 1)])):
+                if size <= limit and (size not in after or value < after[size][0]):
+                    after[size] = (value, new)
+        best = after
+    return min(best.values())[1] if best else []
+
+
 def never_refuses(inputs, inside, costs, limit):
     try:
         return fronts_in_dictionaries(inputs, inside, costs, limit)
@@ -302,6 +316,7 @@ WRONG_PLANS = {
     "best ratio first": (best_ratio_first, "the most bytes for their cost first", (0, 5)),
     "first ones": (first_ones, "from the first one on", (0, 4)),
     "single layers": (single_layers_only, "your segments have one layer each", (1, 5.5)),
+    "single layers, no live unit": (single_layers_without_live, "leave out the segment that backward makes", (0, 4)),
     "never refuses": (never_refuses, "no plan fits; raise a ValueError", (4, 5.9)),
     "ends included": (ends_included, "is no segment of", (0, 4)),
     "only starts": (only_starts, "return a list of pairs", (0, 3)),
@@ -420,7 +435,7 @@ def by_hook_on_the_result(layers, x, segments):
     """A leaf stands for the segment's result; its gradient's hook runs the segment again."""
 
     def run_again(part, x):
-        state = torch.get_rng_state()
+        state = torch.get_rng_state().clone()  # a copy by an operation, which counts as bytes
         with torch.no_grad():
             y = x
             for layer in part:
@@ -457,8 +472,11 @@ RIGHT_RUNS = (by_function_with_parameters, by_function_with_a_dummy, by_hooks, b
 # --- b. Wrong -------------------------------------------------------------------------------------------------------
 
 
-def variant(*, dummy=True, state=True, put_back=True, detach=True, scale=1.0, forwards=1, backwards=1, record=False):
+def variant(
+    *, dummy=True, state=True, put_back=True, detach=True, scale=1.0, forwards=1, backwards=1, record=False, hoard=False
+):
     """An answer with one thing wrong."""
+    made_again = []
 
     class Segment(torch.autograd.Function):
         @staticmethod
@@ -487,7 +505,9 @@ def variant(*, dummy=True, state=True, put_back=True, detach=True, scale=1.0, fo
                         y = layer(y)
             if put_back:
                 torch.set_rng_state(now)
-            y.backward(grad * scale)
+            y.backward(grad * scale, retain_graph=hoard)
+            if hoard:
+                made_again.append(y)
             return None, None, x.grad
 
     def run_chain(layers, x, segments):
@@ -528,6 +548,21 @@ def everything_again(layers, x, segments):
     return by_function_with_a_dummy(layers, x, [(i, i + 1) for i in range(len(layers))])
 
 
+def each_layer_alone(layers, x, segments):
+    """Each layer of a segment run again by itself: no segment is built, and every layer's input is kept."""
+    covered = sorted({i for start, end in segments for i in range(start, end)})
+    return by_function_with_parameters(layers, x, [(i, i + 1) for i in covered])
+
+
+def halves(layers, x, segments):
+    """Segments of three or more layers cut in two: one input too many each."""
+    cut = []
+    for start, end in segments:
+        middle = (start + end) // 2 if end - start > 2 else end
+        cut += [(start, middle), (middle, end)] if middle < end else [(start, end)]
+    return by_function_with_parameters(layers, x, cut)
+
+
 def segments_only(layers, x, segments):
     for start, end in segments:
         x = nn.Sequential(*layers[start:end])(x)
@@ -542,13 +577,21 @@ WRONG_RUNS = {
     "plain": (plain, "did not run again in backward", (0, 1)),
     "library": (by_library, "torch.utils.checkpoint did the work", (0, 1)),
     "reentrant without a dummy": (variant(dummy=False), "the weights do, not the input", (1, 4)),
-    "masks not drawn again": (variant(state=False), "draw the same dropout masks again", (1, 3)),
+    "masks not drawn again": (variant(state=False), "draw the same dropout masks again", (5, 5)),
     "generator not put back": (variant(put_back=False), "put its state back", (4, 5)),
     "input cut off": (variant(detach=False), "got no gradient", (1, 5)),
-    "wrong scale": (variant(scale=2.0), "is wrong", (1, 4)),
+    "masks not drawn again, generator moved on": (
+        variant(state=False, put_back=False),
+        "draw the same dropout masks again",
+        (5, 5),
+    ),
+    "wrong scale": (variant(scale=2.0), "is wrong", (4, 4)),
     "forward twice": (variant(forwards=2), "each must run once", (0, 5)),
     "backward twice": (variant(backwards=2), "once is enough", (1, 5)),
     "keeps what it recorded": (variant(record=True), "keep only their inputs", (3, 5)),
+    "keeps what it made again": (variant(hoard=True), "let go of it", (5, 5)),
+    "each layer alone": (each_layer_alone, "as if each layer were a segment of its own", (5, 5)),
+    "segments cut in two": (halves, "keeps the input of layer `start` alone", (5, 5)),
     "without a graph": (without_graph, "did not run again in backward", (0, 1)),
     "everything again": (everything_again, "are in no segment and ran again", (3, 5)),
     "segments only": (segments_only, "the output is not that of the chain", (0, 0)),

@@ -14,7 +14,8 @@ from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_poi
 from torch import nn
 
 from vlmcourse.grading import lab04_1
-from vlmcourse.grading.chain_runs import make_runs, record_run, run_reference
+from vlmcourse.grading.chain_runs import INPUT_BYTES, make_runs, record_run, run_reference
+from vlmcourse.grading.chain_verdicts import SPARE_BYTES
 from vlmcourse.grading.chains import (
     GROUPS,
     ChainCase,
@@ -205,6 +206,22 @@ def test_runs_of_the_library_and_of_the_plain_chain_differ_in_bytes_only():
             assert gradient is not None and other is not None and torch.equal(gradient, other)
         assert (again.kept < plain.kept) == bool(case.segments)
         assert again.calls == [1 + (i in case.covered) for i in range(len(case.hidden))]
+
+
+def test_what_an_answer_may_keep_besides_is_less_than_one_input():
+    for seed in (1, 2, 905573):
+        for case in make_runs(seed):
+            assert SPARE_BYTES * len(case.segments) < INPUT_BYTES
+            assert not case.segments or max(end - start for start, end in case.segments) >= 3
+
+
+def test_an_answer_that_forgets_the_live_unit_is_told_so_in_each_group(capsys):
+    for name in ("without the live segment", "single layers, no live unit"):
+        function, words, _ = WRONG_PLANS[name]
+        for group in GROUPS:
+            for tests in ("visible", "hidden"):
+                lab04_1.check_plan(remember(function), group, 3, *CASES[tests][f"lab04_1_{group}"])
+                assert words in capsys.readouterr().out, (name, group, tests)
 
 
 def test_errors_and_strange_values_cost_points_and_raise_nothing(capsys):

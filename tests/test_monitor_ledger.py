@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from vlmcourse.labs.ch04 import GeluDropoutLayer
 from vlmcourse.models.decoder import LanguageBlock, rope_tables
 from vlmcourse.models.vit import VisionBlock
 from vlmcourse.models.vlm import VLM, build_model
@@ -204,31 +205,15 @@ def fill(block: nn.Module, kind: torch.dtype) -> nn.Module:
     return block.to(kind)
 
 
-class GeluDropoutLayer(nn.Module):
-    """The layer that Korthikanti et al. count: dropout after attention and after the MLP, attention fused."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + torch.native_dropout(self.out(mixed), 0.1, True)[0]  # as on a GPU, with a mask of one byte an element
-        return x + torch.native_dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, True)[0]
-
-
-def test_layer_of_the_paper_keeps_34_bytes_a_token_and_unit_of_width() -> None:
-    """Exactly 34 s b h in 16 bits with masks of one byte, besides the statistics, which the paper leaves out."""
+@pytest.mark.parametrize("writes_scores", [False, True])
+def test_layer_of_the_paper_keeps_what_its_formula_says(writes_scores: bool) -> None:
+    """Exactly s b h (34 + 5 a s / h) in 16 bits, or its first term where attention is fused, besides the statistics."""
     s, b, h, a = 24, 2, 64, 4
-    block = GeluDropoutLayer(h, a).to(torch.bfloat16)
+    block = GeluDropoutLayer(h, a, writes_scores=writes_scores).to(torch.bfloat16)
     x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True) * 1
     with ActivationMeter() as meter:
         kept = block(x)
-    statistics = 2 * 2 * s * b * 2 + s * b * a * 4
-    assert meter.live_bytes - statistics == korthikanti_layer_bytes(s, b, h, a)
+    statistics = 2 * 2 * s * b * 2 + (0 if writes_scores else s * b * a * 4)
+    assert meter.live_bytes - statistics == korthikanti_layer_bytes(s, b, h, a, keeps_scores=writes_scores)
     assert korthikanti_layer_bytes(2048, 1, 6144, 48, keeps_scores=True) == 2048 * 6144 * 34 + 5 * 48 * 2048**2
     del kept

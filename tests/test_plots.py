@@ -160,16 +160,24 @@ def step_ledgers_figure() -> Figure:
 
 
 def kept_figure() -> Figure:
-    return plots.plot_kept_tensors({"vision": {"input": 900, "hidden": 2000}}, {"vision": 2900})
+    terms = {
+        "vision": {"input": 900, "queries, keys, values": 52_000},
+        "decoder": {"a name that is as long as those of norms, in fp32": 52_000, "gate": 82_000, "value": 82_000},
+    }
+    return plots.plot_kept_tensors(terms, {name: sum(sizes.values()) for name, sizes in terms.items()})
 
 
 def segments_figure() -> Figure:
     theory = {1: 5.0, 2: 4.0, 4: 5.0}
-    return plots.plot_segment_lengths((1, 2, 4), (5, 4, 5), theory, (1.3, 1.35, 1.3), plain_peak=4, best_length=2)
+    times = ((1.3, 1.5), (1.35, 1.4), (1.3, 1.8))
+    return plots.plot_segment_lengths(
+        (1, 2, 4), (5, 4, 5), theory, times, plain_peak=4, forward_share=0.41, best_length=2
+    )
 
 
 def policies_figure() -> Figure:
-    return plots.plot_memory_and_time({"none": (9 * MB, 1.0), "full": (2 * MB, 1.3)}, "Policies")
+    cases = {"none": (9 * MB, 1.0, 1.1), "full": (2 * MB, 1.3, 1.6)}
+    return plots.plot_memory_and_time(cases, "Policies", forward_share=0.41)
 
 
 def towers_figure() -> Figure:
@@ -456,3 +464,27 @@ def test_segment_lengths_draw_measured_points_on_the_theory() -> None:
     memory, time = segments_figure().axes
     assert heights_of(memory.lines[0]) == [5, 4, 5] == heights_of(memory.lines[1])
     assert heights_of(time.lines[0]) == [1.3, 1.35, 1.3]
+
+
+def test_one_more_forward_is_drawn_by_products_and_as_measured_and_repeats_with_their_spread() -> None:
+    panels: tuple[Any, Any] = segments_figure().axes[1], policies_figure().axes[0]
+    spreads = [(1.3, 1.5), (1.35, 1.4), (1.3, 1.8)], [(1, 1.1), (1.3, 1.6)]
+    for axes, along, expected in zip(panels, "yx", spreads, strict=True):
+        ends = {"x": 0, "y": 1}[along]
+        marks = [np.asarray(line.get_data(), dtype=float)[ends][0] for line in axes.lines]
+        assert {4 / 3, 1.41} <= set(marks)
+        assert [tuple(part[:, ends]) for of in axes.collections for part in of.get_segments()] == expected
+        assert {"1.41", "4/3"} <= {text.get_text().split(": ")[-1] for text in axes.get_legend().get_texts()}
+
+
+def test_kept_tensors_of_all_layers_are_drawn_to_one_scale_and_no_text_lies_in_another_panel() -> None:
+    figure = kept_figure()
+    vision, decoder = figure.axes
+    assert vision.get_xlim() == decoder.get_xlim() and vision.get_xlim()[1] > 82
+    texts = texts_of(figure)
+    lengths = [bar.get_window_extent().width for axes in figure.axes for bar in bars(axes) if bar.get_width() == 52]
+    assert lengths[0] == pytest.approx(lengths[1]) and len(lengths) == 2
+    for axes, other in ((vision, decoder), (decoder, vision)):
+        frame = other.get_window_extent()
+        own = [text for text in texts if text in axes.findobj(plt.Text)]
+        assert own and not any(text.get_window_extent().overlaps(frame) for text in own)

@@ -20,23 +20,29 @@ from torch.utils import checkpoint as library
 from vlmcourse.grading.chains import Segments
 from vlmcourse.monitor.storages import OTHER, Entry, StorageBook
 
-NUM_ROWS = 64
-WIDTH = 16
+NUM_ROWS = 256
+WIDTH = 32
+INPUT_BYTES = NUM_ROWS * WIDTH * 4
+"""Of every layer's input: more than an answer may keep besides what the library keeps."""
 
 
 class ChainLayer(nn.Module):
-    """A residual layer with a hidden width and dropout of its own, which counts its calls."""
+    """A residual layer with a hidden width and dropout of its own, which counts its calls and remembers their masks."""
 
     def __init__(self, hidden: int, dropout: float, generator: torch.Generator) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(WIDTH, hidden, generator=generator) / WIDTH**0.5)
         self.down = nn.Parameter(torch.randn(hidden, WIDTH, generator=generator) / hidden**0.5)
         self.dropout, self.num_calls = dropout, 0
+        self.masks: list[bytes] = []
+        """Which hidden numbers dropout let through, call by call; not a tensor, so that it counts as no bytes."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [rows, width]."""
         self.num_calls += 1
         hidden = F.dropout(torch.tanh(x @ self.up), self.dropout, training=self.dropout > 0)
+        if self.dropout:
+            self.masks.append((hidden.detach() != 0).numpy().tobytes())
         return x + hidden @ self.down
 
 
@@ -80,6 +86,8 @@ class RunRecord:
     """Bytes alive when forward has ended, besides what was there before."""
     peak: int = 0
     """Bytes alive at most in backward, besides what was there before."""
+    other_masks: list[int] = field(default_factory=list)
+    """Layers that ran again with another dropout mask than in forward."""
     draw: float = 0.0
     """What the generator gave afterwards."""
     used_library: bool = False
@@ -87,16 +95,19 @@ class RunRecord:
 
 
 def make_runs(seed: int) -> list[RunCase]:
-    """Return four cases: plain, the first layers covered, with dropout and gaps, and nothing covered."""
+    """Return four cases: plain, the first layers covered, with dropout and gaps, and nothing covered.
+
+    In each that is covered some segment has three layers or more: one by one they would keep two inputs more.
+    """
     rng = random.Random(f"runs:{seed}")
 
     def hidden(count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(24, 120) for _ in range(count))
 
-    first = rng.randrange(2, 4)
+    first = rng.randrange(3, 5)
     gap = rng.randrange(1, 3)
     return [
-        RunCase(hidden=hidden(5), segments=((1, 3), (3, 4)), needs_input_gradient=True, seed=rng.randrange(10**6)),
+        RunCase(hidden=hidden(8), segments=((1, 4), (4, 7)), needs_input_gradient=True, seed=rng.randrange(10**6)),
         RunCase(hidden=hidden(5), segments=((0, first),), seed=rng.randrange(10**6)),
         RunCase(
             hidden=hidden(6 + gap),
@@ -137,6 +148,7 @@ def record_run(function: Any, case: RunCase, *, allow_library: bool = False) -> 
             _go_back(output, gradient, record)
     record.peak = max(sizes)
     record.calls = [layer.num_calls for layer in layers]
+    record.other_masks = [i for i, layer in enumerate(layers) if len(set(layer.masks)) > 1]
     record.gradients = {f"layer {i}: {n}": p.grad for i, of in enumerate(layers) for n, p in of.named_parameters()}
     if case.needs_input_gradient:
         record.gradients["the input"] = x.grad

@@ -10,10 +10,9 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
 from vlmcourse.grading.chain_mistakes import explain_plans
-from vlmcourse.grading.chain_runs import RunCase, RunRecord, make_runs, record_run, run_reference
+from vlmcourse.grading.chain_runs import make_runs, record_run
+from vlmcourse.grading.chain_verdicts import LIBRARY, NOT_AGAIN, SHARES, judge_run
 from vlmcourse.grading.chains import (
     ChainCase,
     Segments,
@@ -30,11 +29,6 @@ from vlmcourse.grading.checks import Outcome, award, call, explain_signature
 MAX_SHOWN = 3
 """Wrong cases that the feedback shows."""
 CALL_LIMIT_S = 5.0
-TOLERANCE = 1e-5
-"""Relative length of a gradient's difference: fp32 sums in another order."""
-SLACK = 1.1
-"""Bytes that an answer may keep, as a multiple of the library's: a generator's state is kept by both."""
-SLACK_BYTES = 8192
 
 # --- a. Which layers to recompute -----------------------------------------------------------------------------------
 
@@ -160,9 +154,6 @@ def _refuses(function: Any, limit_s: float) -> bool:
 
 # --- b. Carried out -------------------------------------------------------------------------------------------------
 
-SHARES = {"output": 1, "gradients": 2, "calls": 1, "bytes": 1, "randomness": 1}
-"""Of six parts; all but the first count only where covered layers really ran again in backward."""
-
 
 def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) -> float:
     """Grade `run_chain(layers, x, segments)` on real chains against the library's checkpointing.
@@ -187,7 +178,7 @@ def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) ->
         if outcome.unsolved:
             print("run_chain is not solved yet")
             return 0.0
-        problems = _judge_run(outcome, case)
+        problems = judge_run(outcome, case)
         for part, problem in problems.items():
             right[part] = False
             if problem and problem not in said:
@@ -198,93 +189,3 @@ def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) ->
         earned = min(earned, 1)
     print("run: " + ", ".join(f"{part} {'right' if ok else 'wrong'}" for part, ok in right.items()))
     return award(points, earned, sum(SHARES.values()))
-
-
-NOT_AGAIN = "did not run again in backward"
-LIBRARY = "torch.utils.checkpoint did the work"
-NOT_RECORDED = (
-    "autograd records your function only if one of its tensors needs a gradient, and here the weights do, not the input"
-)
-
-
-def _judge_run(outcome: Outcome, case: RunCase) -> dict[str, str]:
-    """Return what is wrong with one run, by part."""
-    if outcome.error:
-        return dict.fromkeys(SHARES, "") | {"output": f"{outcome.error}"}
-    got: RunRecord = outcome.value
-    expected = record_run(run_reference, case, allow_library=True)
-    plain = record_run(lambda layers, x, _: run_reference(layers, x, []), case, allow_library=True)
-    found: dict[str, str] = {}
-    if not isinstance(got.output, Tensor) or got.output.shape != expected.output.shape:
-        return dict.fromkeys(SHARES, "") | {"output": f"return the output of the last layer, not {got.output!r:.60}"}
-    if not _is_near(got.output, expected.output):
-        found["output"] = "the output is not that of the chain" + (
-            "; with dropout, masks are drawn in the order of the layers, once" if case.dropout else ""
-        )
-    if got.used_library:
-        return found | dict.fromkeys(SHARES, "") | {"output": "", "calls": f"{LIBRARY}: here you write it yourself"}
-    found |= _judge_gradients(got, expected, case)
-    found |= _judge_calls(got, expected, case)
-    if case.segments and got.kept > SLACK * expected.kept + SLACK_BYTES:
-        found["bytes"] = (
-            f"{got.kept:,} bytes are alive when forward has ended, where {expected.kept:,} are needed (nothing "
-            f"recomputed: {plain.kept:,}): run segments without recording, and keep only their inputs"
-        )
-    elif case.segments and got.peak > SLACK * expected.peak + SLACK_BYTES:
-        found["bytes"] = (
-            f"{got.peak:,} bytes are alive at most in backward, where {expected.peak:,} are needed: make one "
-            "segment again at a time, and let go of it"
-        )
-    return found
-
-
-def _judge_gradients(got: RunRecord, expected: RunRecord, case: RunCase) -> dict[str, str]:
-    """Compare gradients and the generator's state."""
-    if got.backward_error:
-        hint = "" if case.needs_input_gradient else f": {NOT_RECORDED}"
-        return {"gradients": got.backward_error + hint}
-    found: dict[str, str] = {}
-    for name, want in expected.gradients.items():
-        gradient = got.gradients[name]
-        if gradient is None:
-            covered = name != "the input" and int(name.split(":")[0].split()[1]) in case.covered
-            where = (
-                "a recomputed layer: backward must go through what was made again" if covered else "the chain is cut"
-            )
-            if covered and not case.needs_input_gradient:
-                where = f"a recomputed layer: {NOT_RECORDED}"
-            found["gradients"] = f"{name} got no gradient ({where})"
-            break
-        if want is not None and not _is_near(gradient, want):
-            masks = case.dropout and not _is_near(gradient, want, 1e-2)
-            why = "; recomputation must draw the same dropout masks again" if masks else ""
-            found["randomness" if masks else "gradients"] = f"the gradient of {name} is wrong{why}"
-            if masks:
-                found.setdefault("gradients", "")
-            break
-    if case.dropout and case.segments and got.draw != expected.draw and "randomness" not in found:
-        found["randomness"] = (
-            "after the step the generator is not where it would be without recomputation: put its state back once the "
-            "masks have been drawn again"
-        )
-    return found
-
-
-def _judge_calls(got: RunRecord, expected: RunRecord, case: RunCase) -> dict[str, str]:
-    """Compare how often each layer ran."""
-    if got.calls == expected.calls and got.calls_forward == expected.calls_forward:
-        return {}
-    if any(calls != 1 for calls in got.calls_forward):
-        return {"calls": f"in forward the layers ran {got.calls_forward} times: each must run once"}
-    again = [calls - 1 for calls in got.calls]
-    missing = [i for i in sorted(case.covered) if again[i] < 1]
-    needless = [i for i, times in enumerate(again) if times and i not in case.covered]
-    if missing:
-        return {"calls": f"layers {missing} are in segments and {NOT_AGAIN}"}
-    if needless:
-        return {"calls": f"layers {needless} are in no segment and ran again in backward"}
-    return {"calls": f"in backward the layers ran {again} times: once is enough for those in segments"}
-
-
-def _is_near(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> bool:
-    return bool((got.detach() - want).norm() <= tolerance * want.norm() + 1e-12)

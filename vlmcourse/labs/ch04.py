@@ -1,15 +1,12 @@
 """Chapter 4's glue: a chain of cheap layers, policies measured side by side, the layer of the 34-byte formula.
 
-Enters: what a cell of the chapter has at hand. Leaves: measurements as plain data. Times are the processor seconds of
-this process on a CPU, which other programs do not stretch, and seconds on a GPU; the least of several runs.
+Enters: what a cell of the chapter has at hand. Leaves: measurements as plain data. The chain of section 5 and
+how times are taken are in `labs.chain`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +22,7 @@ from vlmcourse.data.samples import Batch
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.grading.chains import ChainCase, bytes_alive
 from vlmcourse.labs.ch01 import check_prediction, flat_gradient, guess, print_table, relative_error
+from vlmcourse.labs.chain import FORWARD, Chain, ReluLayer, Repeats, measure_chain, seconds_in_turns, theory_peak
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.monitor.ledger import StepLedger
@@ -32,12 +30,13 @@ from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 from vlmcourse.presets import VLMShape, get_model
-from vlmcourse.recompute import plan_segments, split_segments
+from vlmcourse.recompute import plan_segments
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.activations import cover_blocks
 from vlmcourse.train.trainer import Trainer
 
 __all__ = ["check_prediction", "flat_gradient", "guess", "print_table", "relative_error"]
+__all__ += ["Chain", "ReluLayer", "measure_chain", "theory_peak"]
 MAX_SEQ_LEN = 256
 
 # --- A real model, deep enough to show something --------------------------------------------------------------------
@@ -72,37 +71,54 @@ def set_policies(model: VLM, vision: str, language: str) -> None:
         cover_blocks(tower, plan_segments(policy, len(tower.blocks)))
 
 
+@dataclasses.dataclass(frozen=True)
+class PolicyResult:
+    """What one policy, set in both towers, saves and costs."""
+
+    peak_bytes: int
+    """Activations alive at most, made again ones included."""
+    time: Repeats
+    """Of a forward and backward pass, as multiples of the first policy's least."""
+    gradient_error: float
+    """Length of the gradient's difference from the first policy's, relative."""
+
+
 def measure_policies(
     model: VLM, batch: Batch, policies: Sequence[str], num_runs: int = 4
-) -> dict[str, tuple[float, float, float]]:
+) -> tuple[float, dict[str, PolicyResult]]:
     """Measure policies set in both towers at once.
 
     Args:
         model: changed and changed back.
         batch: one micro-batch.
         policies: names; the first is what times and gradients are compared with.
-        num_runs: of each, taken in turns; the least time counts.
+        num_runs: of each, taken in turns.
 
     Returns:
-        By policy: activations alive at most, made again ones included (bytes); time of a forward and backward pass as a
-        multiple of the first policy's; and the length of the gradient's difference from its, relative.
+        Forward's share of the first policy's time, and a result by policy.
     """
-    peaks, gradients, times = {}, {}, dict.fromkeys(policies, math.inf)
+    peaks, gradients = {}, {}
     for policy in policies:
         set_policies(model, policy, policy)
         peaks[policy] = activation_peak(model, lambda: forward_backward(model, batch))
         gradients[policy] = flat_gradient(model).clone()
-    for _ in range(num_runs):
-        for policy in policies:
-            set_policies(model, policy, policy)
-            times[policy] = min(times[policy], seconds_of(lambda: forward_backward(model, batch)))
-    set_policies(model, "none", "none")
-    model.zero_grad()
-    first = policies[0]
-    return {
-        policy: (peaks[policy], times[policy] / times[first], relative_error(gradients[policy], gradients[first]))
+    runs = {
+        policy: (lambda policy=policy: set_policies(model, policy, policy), lambda: forward_backward(model, batch))
         for policy in policies
     }
+    first = policies[0]
+    forward = (lambda: set_policies(model, first, first), lambda: micro_batch_loss_sum(model, batch, "fp32"))
+    seconds = seconds_in_turns({**runs, FORWARD: forward}, num_runs)
+    set_policies(model, "none", "none")
+    model.zero_grad()
+    unit_s = min(seconds[first])
+    results = {
+        policy: PolicyResult(
+            peaks[policy], Repeats.of(seconds[policy], unit_s), relative_error(gradients[policy], gradients[first])
+        )
+        for policy in policies
+    }
+    return min(seconds[FORWARD]) / unit_s, results
 
 
 def list_kept(run: Callable[[], Any]) -> list[list[int]]:
@@ -140,134 +156,19 @@ def activation_peak(model: nn.Module, run: Callable[[], Any]) -> int:
     return max(sum(sample.by_owner().get(owner, 0) for owner in owners) for sample in ledger.samples)
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
-    """Return how long a run takes: processor seconds on a CPU, seconds until the GPU is done where there is one."""
-    clock = time.process_time
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        clock = time.perf_counter
-    gc.collect()
-    gc.disable()
-    started_s = clock()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds = clock() - started_s
-    gc.enable()
-    return seconds
-
-
-# --- The chain of section 5 -----------------------------------------------------------------------------------------
-
-
-class Chain(nn.Module):
-    """Equal layers, each of which keeps one tensor as large as its input: what the square-root rule assumes."""
-
-    def __init__(self, num_layers: int, width: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.blocks = nn.ModuleList(ReluLayer(width, generator) for _ in range(num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run all layers."""
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class ReluLayer(nn.Module):
-    """relu(x W): backward needs x for the weight, and the result, which is the next layer's x."""
-
-    def __init__(self, width: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) * math.sqrt(2 / width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [rows, width]."""
-        return torch.relu(x @ self.weight)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChainResult:
-    """What one length of segments costs."""
-
-    length: int
-    kept: float
-    """Inputs kept when forward has ended, in units of one layer's activation."""
-    peak: float
-    """Activations alive at most, in the same unit."""
-    time: float
-    """Of a forward and backward pass, as a multiple of the plain one's."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainChain:
-    """The chain with nothing recomputed."""
-
-    peak: float
-    """Activations alive at most, in units of one layer's."""
-    forward_share: float
-    """Of the time of a forward and backward pass."""
-
-
-def measure_chain(
-    lengths: Sequence[int], num_layers: int, num_rows: int = 640, width: int = 224, num_runs: int = 3
-) -> tuple[PlainChain, list[ChainResult]]:
-    """Measure a chain under segments of several lengths.
-
-    Args:
-        lengths: layers in a segment.
-        num_layers: of the chain.
-        num_rows: rows of its input.
-        width: of its layers.
-        num_runs: of each length, taken in turns; the least time counts.
-
-    Returns:
-        What the plain chain takes, and a result for each length.
-    """
-    chain, x = Chain(num_layers, width), torch.randn(num_rows, width)
-    plans = {0: [], **{length: split_segments(num_layers, length) for length in lengths}}
-    peaks, kept, times = {}, {}, dict.fromkeys(plans, math.inf)
-
-    def run() -> None:
-        chain(x).sum().backward()
-
-    for length, plan in plans.items():
-        cover_blocks(chain, plan)
-        chain.zero_grad()
-        with StepLedger(chain) as ledger:
-            run()
-        of_sample = [s.by_owner().get("activations", 0) + s.by_owner().get("recomputed", 0) for s in ledger.samples]
-        peaks[length] = max(of_sample) / x.nbytes
-        kept[length] = ledger.end_of_forward().by_owner().get("activations", 0) / x.nbytes
-    forward_s = math.inf
-    for _ in range(num_runs):
-        for length, plan in plans.items():
-            cover_blocks(chain, plan)
-            times[length] = min(times[length], seconds_of(run))
-        cover_blocks(chain, [])
-        forward_s = min(forward_s, seconds_of(lambda: chain(x).sum()))
-    results = [ChainResult(n, kept[n], peaks[n], times[n] / times[0]) for n in lengths]
-    return PlainChain(peaks[0], forward_s / times[0]), results
-
-
-def theory_peak(num_layers: int, length: int) -> float:
-    """Return inputs kept and one segment alive, in layers: L / k + k.
-
-    Source: Chen et al. 2016 (arXiv:1604.06174), section 4.
-    """
-    return num_layers / length + length
-
-
 # --- The layer of the 34 bytes --------------------------------------------------------------------------------------
 
 
 class GeluDropoutLayer(nn.Module):
-    """The layer that Korthikanti et al. count: a GELU MLP four times as wide, a dropout after each branch."""
+    """The layer that Korthikanti et al. count: a GELU MLP four times as wide, a dropout after each branch.
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    With `writes_scores` attention is written out, so that the s x s matrices of each head exist: scores, softmax and a
+    dropout of it. Else it is one fused operation without dropout, which keeps none of them.
+    """
+
+    def __init__(self, width: int, num_heads: int, *, writes_scores: bool = False) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.writes_scores = num_heads, writes_scores
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -275,10 +176,16 @@ class GeluDropoutLayer(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Apply the block; [batch, seq, width] in and out."""
         q, k, v = self.qkv(self.norm1(x_BSD)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed_BSD = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        attend = self._attend_in_steps if self.writes_scores else F.scaled_dot_product_attention
+        mixed_BSD = attend(q, k, v).transpose(1, 2).flatten(2)
         # The operation that a GPU runs, with a mask of one byte an element; nn.Dropout's on a CPU has the input's type.
         x_BSD = x_BSD + torch.native_dropout(self.out(mixed_BSD), 0.1, True)[0]
         return x_BSD + torch.native_dropout(self.down(F.gelu(self.up(self.norm2(x_BSD)))), 0.1, True)[0]
+
+    def _attend_in_steps(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return [batch, heads, seq, head width]; softmax keeps its result, dropout a mask, products both sides."""
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        return torch.native_dropout(scores.softmax(-1), 0.1, True)[0] @ v
 
 
 # --- Towers of a real size, by the formula --------------------------------------------------------------------------
@@ -345,10 +252,17 @@ def step_under(config: TrainConfig) -> RankResult:
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
 
-def as_rows(results: Mapping[str, tuple[float, float, float]]) -> list[list[object]]:
+def as_rows(results: Mapping[str, PolicyResult]) -> list[list[object]]:
     """Return the rows of a table of `measure_policies`."""
     return [
-        [name, f"{size / 10**6:.2f}", f"{ratio:.2f}", f"{error:.0e}"] for name, (size, ratio, error) in results.items()
+        [
+            name,
+            f"{r.peak_bytes / 10**6:.2f}",
+            f"{r.time.least:.2f}",
+            f"{r.time.greatest:.2f}",
+            f"{r.gradient_error:.0e}",
+        ]
+        for name, r in results.items()
     ]
 
 

@@ -94,19 +94,22 @@ def plot_kept_tensors(layers: Mapping[str, Mapping[str, int]], measured_bytes: M
         measured_bytes: of each layer.
 
     Returns:
-        A figure of horizontal bars in KB, one panel a layer.
+        A figure of horizontal bars in KB, one panel a layer, one above the other: equal bytes are equal lengths.
     """
-    longest = max(map(len, layers.values()))
-    figure, panels = new_figure(1.2 + 0.23 * longest, 1, len(layers), squeeze=False)
-    for axes, (name, terms) in zip(panels[0], layers.items(), strict=True):
+    rows = [len(terms) for terms in layers.values()]
+    longest = max(size for terms in layers.values() for size in terms.values()) / KB
+    options = {"sharex": True, "squeeze": False, "gridspec_kw": {"height_ratios": rows}}
+    figure, panels = new_figure(0.6 + 0.6 * len(rows) + 0.19 * sum(rows), len(layers), 1, **options)
+    for axes, (name, terms) in zip(panels[:, 0], layers.items(), strict=True):
         sizes = [size / KB for size in terms.values()]
         bars = axes.barh(range(len(terms)), sizes, color=COLOURS["activations"], edgecolor="white")
         axes.bar_label(bars, labels=[f"{size:.1f}" for size in sizes], fontsize=8, padding=2)
         axes.set_yticks(range(len(terms)), list(terms), fontsize=8)
-        axes.set(ylim=(longest - 0.5, -0.5), xlim=(0, 1.25 * max(sizes)), xlabel="kept for backward (KB)")
+        axes.set(ylim=(len(terms) - 0.5, -0.5), xlim=(0, 1.12 * longest))
         total = sum(terms.values())
-        axes.set_title(f"{name}\nformula {total:,}, measured {measured_bytes[name]:,} bytes", fontsize=9)
+        axes.set_title(f"{name}: formula {total:,}, measured {measured_bytes[name]:,} bytes", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("kept for backward (KB)")
     return figure
 
 
@@ -114,9 +117,10 @@ def plot_segment_lengths(
     lengths: Sequence[int],
     peaks: Sequence[float],
     theory: Mapping[int, float],
-    times: Sequence[float],
+    times: Sequence[tuple[float, float]],
     *,
     plain_peak: float,
+    forward_share: float,
     best_length: float,
 ) -> Figure:
     """Draw peak memory and time against the length of segments.
@@ -125,8 +129,10 @@ def plot_segment_lengths(
         lengths: layers in a segment.
         peaks: the most activations alive at once, measured, in units of one layer's; for each length.
         theory: the same by the formula, by length.
-        times: of a step, as a multiple of that without recomputation; for each length.
+        times: of a step, the least and the greatest of its repeats, as multiples of the plain step's least; for each
+            length.
         plain_peak: activations alive without recomputation.
+        forward_share: measured, of a step without recomputation; one more forward takes as much.
         best_length: where theory puts the minimum.
 
     Returns:
@@ -141,11 +147,14 @@ def plot_segment_lengths(
         xlabel="layers in a segment, k", ylabel="activations alive at most (layers)", title="Memory", ylim=(0, None)
     )
     left.legend(frameon=False, fontsize=8)
-    right.plot(lengths, times, "s-", color=COLOURS["loss"], lw=1)
-    right.axhline(4 / 3, color=COLOURS["communication"], ls="--", label="one more forward: 4/3")
+    least, greatest = zip(*times, strict=True)
+    right.vlines(lengths, least, greatest, color=COLOURS["loss"], lw=1)
+    right.plot(lengths, least, "s", color=COLOURS["loss"], label="least of the repeats, line: to the slowest")
+    for value, label, style in _forward_marks(forward_share):
+        right.axhline(value, color=COLOURS["communication"], lw=1, ls=style, label=label)
     right.axhline(1, color=COLOURS["idle"], ls="--", label="nothing recomputed")
     right.set(xlabel="layers in a segment, k", ylabel="time of a step (times the plain one)", title="Time")
-    right.set_ylim(0.8, max(1.7, 1.05 * max(times)))
+    right.set_ylim(0, max(1.7, 1.05 * max(greatest)))  # the legend lies below 1
     right.legend(frameon=False, fontsize=8, loc="lower right")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -155,30 +164,44 @@ def plot_segment_lengths(
     return figure
 
 
-def plot_memory_and_time(cases: Mapping[str, tuple[float, float]], title: str) -> Figure:
+def _forward_marks(forward_share: float) -> list[tuple[float, str, str]]:
+    """Return where one more forward puts the time of a step, by two rules: value, label, line style."""
+    return [
+        (4 / 3, "one forward more, by products: 4/3", "--"),
+        (1 + forward_share, f"one forward more, as measured: {1 + forward_share:.2f}", "-."),
+    ]
+
+
+def plot_memory_and_time(
+    cases: Mapping[str, tuple[float, float, float]], title: str, *, forward_share: float
+) -> Figure:
     """Draw what policies keep against how long a step takes.
 
     Args:
-        cases: bytes kept and time of a step as a multiple of the plain one's, by the name of the policy.
+        cases: bytes kept, and the least and the greatest time of a step among the repeats, as multiples of the plain
+            one's least; by the name of the policy.
         title: the message.
+        forward_share: measured, of the plain step's time; one more forward takes as much.
 
     Returns:
-        A figure with a named point a policy, bytes in MB.
+        A figure with a named point a policy and the spread of its repeats, bytes in MB.
     """
-    figure, axes = new_figure(3.6)
-    for (name, (size, time)), marker in zip(cases.items(), "osD^vP*Xph", strict=False):
-        axes.plot([time], [size / MB], marker, color=COLOURS["activations"], ms=9, mec="black")
-        axes.annotate(name, (time, size / MB), xytext=(9, 4), textcoords="offset points", fontsize=9)
-    largest, latest = max(size for size, _ in cases.values()) / MB, max(time for _, time in cases.values())
-    axes.axvline(4 / 3, color=COLOURS["communication"], ls="--", lw=1)
-    axes.text(4 / 3, 1.1 * largest, " one more forward (4/3)", fontsize=8, va="center")
+    figure, axes = new_figure(3.8)
+    for (name, (size, least, greatest)), marker in zip(cases.items(), "osD^vP*Xph", strict=False):
+        axes.hlines(size / MB, least, greatest, color="black", lw=1)
+        axes.plot([least], [size / MB], marker, color=COLOURS["activations"], ms=9, mec="black")
+        axes.annotate(name, (least, size / MB), xytext=(9, 4), textcoords="offset points", fontsize=9)
+    largest = max(size for size, _, _ in cases.values()) / MB
+    for value, label, style in _forward_marks(forward_share):
+        axes.axvline(value, color=COLOURS["communication"], lw=1, ls=style, label=label)
     axes.set(
-        xlabel="time of a step (times that with nothing recomputed)",
+        xlabel="time of a step (times that with nothing recomputed; line: to the slowest of the repeats)",
         ylabel="activations at most (MB)",
         ylim=(0, 1.2 * largest),
-        xlim=(0.9, max(1.6, 1.15 * latest)),
+        xlim=(0.9, max(1.6, 1.1 * max(greatest for _, _, greatest in cases.values()))),
         title=title,
     )
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -104,26 +104,8 @@ class Trainer:
         activations = plan_activations(config, self.parallel, self.shape)
         forbid_tf32()
         plain = plain if plain is not None else self._build_model()
-        self.tokenizer = load_tokenizer(config.data.tokenizer)
-        self.collator = self._build_collator()
-        self.train_data = train_data if train_data is not None else build_dataset(config, "train")
-        self.eval_data = eval_data if eval_data is not None else build_dataset(config, "heldout")
-        self.global_batch_size = effective_batch_size(
-            config.train.micro_batch_size, config.train.accumulation_steps, self.place.layout.dp_degree
-        )
-        self.sampler = build_sampler(config, self.parallel, len(self.train_data), self.global_batch_size)
-        freeze_towers(plain, config.model.freeze)
-        prepare_weights(plain, config, self.ranks.device)
-        loss_sum = TokenLoss(config.train.loss_weighting)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
-        self.optimizer = build_optimizer(
-            self.model,
-            config.optimizer,
-            shards_state=self.parallel.strategy == "zero1",
-            precision=config.train.precision,
-            seed=config.run.seed,
-        )
-        self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
+        self._load_data(train_data, eval_data)
+        self._distribute(plain, activations)
         self.step = 0
         """Optimizer steps done."""
         self.before_update: list[Callable[[Trainer], None]] = []
@@ -139,6 +121,34 @@ class Trainer:
         """Whether a step of several micro-batches has shown that it exchanges gradients with the last one only."""
         self._continues = False
         """Whether the steps done are those of the run in this run's folder."""
+
+    def _load_data(self, train_data: Sequence[Sample] | None, eval_data: Sequence[Sample] | None) -> None:
+        """Make what turns samples into micro-batches: tokenizer, collator, the samples themselves, and their order."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config.data.tokenizer)
+        self.collator = self._build_collator()
+        self.train_data = train_data if train_data is not None else build_dataset(config, "train")
+        self.eval_data = eval_data if eval_data is not None else build_dataset(config, "heldout")
+        self.global_batch_size = effective_batch_size(
+            config.train.micro_batch_size, config.train.accumulation_steps, self.place.layout.dp_degree
+        )
+        self.sampler = build_sampler(config, self.parallel, len(self.train_data), self.global_batch_size)
+
+    def _distribute(self, plain: VLM, activations: Callable[[torch.nn.Module], None] | None) -> None:
+        """Freeze, cast and distribute the plain model, in this order; then the optimizer, of what this rank holds."""
+        config = self.config
+        freeze_towers(plain, config.model.freeze)
+        prepare_weights(plain, config, self.ranks.device)
+        loss_sum = TokenLoss(config.train.loss_weighting)
+        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+        self.optimizer = build_optimizer(
+            self.model,
+            config.optimizer,
+            shards_state=self.parallel.strategy == "zero1",
+            precision=config.train.precision,
+            seed=config.run.seed,
+        )
+        self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
 
     def _build_model(self) -> VLM:
         """Build the plain model; a rank that gets its shards from rank 0 needs no weights of its own."""

@@ -58,7 +58,7 @@ def run_blank(exercise: str) -> dict[str, tuple[str, str]]:
     NotebookClient(notebook, timeout=120, kernel_name="python3", extra_arguments=list(QUIET_KERNEL)).execute()
     found = {}
     for cell in notebook.cells:
-        if cell.metadata.get("nbgrader", {}).get("grade"):
+        if cell.cell_type == "code" and cell.metadata.get("nbgrader", {}).get("grade"):
             *printed, result = cell.outputs
             found[cell.id] = "".join(output.text for output in printed).strip(), result["data"]["text/plain"]
     return found

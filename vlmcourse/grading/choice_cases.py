@@ -7,6 +7,7 @@ not look at what differs (a constant one above all) is wrong for one of them. Th
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -124,10 +125,11 @@ def choose(
         lowest = form.min_exponent - (0 if normal else mantissa_bits + rounded)
         last = (room if overflow else MOST_POWERS) if powers else min(room, 0)
         counted = [_merge(towers)] if together else towers
-        # A larger power loses less: where the last one loses too much, all do.
+        # A larger power loses less: where the last one loses too much, all do; the first that works is bisected.
         if last < 0 or _most_lost(counted, lowest - last) > allowed:
             continue
-        return name, last if largest else next(p for p in range(last + 1) if _most_lost(counted, lowest - p) <= allowed)
+        tried = range(last if largest else 0, last + 1)
+        return name, tried[bisect.bisect_left(tried, True, key=lambda p: _most_lost(counted, lowest - p) <= allowed)]
     return None
 
 
@@ -171,10 +173,11 @@ def make_choices(group: str, seed: int, num_pairs: int) -> tuple[tuple[Choice, C
 
 def _change_headroom(case: Choice) -> tuple[Choice, Choice]:
     """Return two cases with neighboring headrooms, one with the case's answer, one with another if there is one."""
+    answer = case.answer()
     for distance in range(1, MOST_HEADROOM + 1):
         for sign in (-1, 1):
             other = dataclasses.replace(case, headroom=case.headroom + sign * distance)
-            if 0 <= other.headroom <= MOST_HEADROOM and other.answer() != case.answer():
+            if 0 <= other.headroom <= MOST_HEADROOM and other.answer() != answer:
                 return dataclasses.replace(other, headroom=other.headroom - sign), other
     return case, case
 

@@ -1,4 +1,4 @@
-"""Answers to exercise 4.3: right ones in other styles, and wrong ones with the words that their feedback must hold."""
+"""Answers to exercise 4.3, parts a and b: right ones in other styles, wrong ones with words of their feedback."""
 
 from __future__ import annotations
 
@@ -72,7 +72,12 @@ def with_torch(exponent_bits, mantissa_bits, has_infinity=True):
     )
 
 
-FACTS_RIGHT = [by_formula, by_listing, with_numpy, with_torch]
+def with_float32(exponent_bits, mantissa_bits, has_infinity=True):
+    exact = by_formula(exponent_bits, mantissa_bits, has_infinity)
+    return {name: torch.tensor(value, dtype=torch.float32) for name, value in exact.items()}
+
+
+FACTS_RIGHT = [by_formula, by_listing, with_numpy, with_torch, with_float32]
 
 
 def changed(**facts):
@@ -123,6 +128,18 @@ FACTS_WRONG = [
     ("epsilon at zero", changed(epsilon=lambda e, m, i: 2.0 ** (1 - bias_of(e) - m)), "epsilon", "the step at 1"),
     ("no leading 1", changed(decimal_digits=lambda e, m, i: m * math.log10(2)), "decimal_digits", "the leading 1"),
     ("floored", changed(decimal_digits=lambda e, m, i: int((m + 1) * math.log10(2))), "decimal_digits", "round down"),
+    (
+        "one decimal",
+        changed(decimal_digits=lambda e, m, i: round((m + 1) * math.log10(2), 1)),
+        "decimal_digits",
+        "do not round to one decimal",
+    ),
+    (
+        "round trip",
+        changed(decimal_digits=lambda e, m, i: math.floor(m * math.log10(2))),
+        "decimal_digits",
+        "survive a round trip",
+    ),
     ("bits", changed(decimal_digits=lambda e, m, i: m + 1), "decimal_digits", "multiply by log10(2)"),
     ("natural log", changed(decimal_digits=lambda e, m, i: (m + 1) * math.log(2)), "decimal_digits", "not ln"),
 ]
@@ -238,158 +255,45 @@ SURVIVORS_WRONG = [
     ),
 ]  # fmt: skip
 
-# --- c --------------------------------------------------------------------------------------------------------------
+
+def exponents_only(values, exponent_bits, mantissa_bits):
+    bias, found = bias_of(exponent_bits), []
+    for value in values:
+        exponent = math.floor(math.log2(abs(value))) if value else -math.inf
+        if exponent < 1 - bias - mantissa_bits:
+            found.append("zero")
+        else:
+            found.append("subnormal" if exponent < 1 - bias else "normal" if exponent <= bias else "overflow")
+    return found
 
 
-def search(towers, formats, max_lost, headroom):
-    for name, e, m in sorted(formats, key=lambda form: -form[2]):
-        bias, lowest = bias_of(e), 1 - bias_of(e) - m
-        power = 0
-        while all(max(counts) + power + headroom <= bias for counts in towers.values()):
-            if all(share_below(counts, lowest - power) <= max_lost for counts in towers.values()):
-                return name, power
-            power += 1
-    return None
+def half_and_max(value, tiny, normal, largest, step):
+    size = abs(value)
+    return "zero" if size < tiny / 2 else "subnormal" if size < normal else "normal" if size < largest else "overflow"
 
 
-def share_below(counts, lowest):
-    return sum(n for e, n in counts.items() if e < lowest) / sum(counts.values())
+def no_subnormals(value, tiny, normal, largest, step):
+    return "zero" if abs(value) < normal else "normal" if abs(value) <= largest else "overflow"
 
 
-def from_quantiles(towers, formats, max_lost, headroom):
-    """The exponent that must be kept in each tower gives the power at once."""
-    kept = []
-    for counts in towers.values():
-        total, below = sum(counts.values()), 0
-        for e in sorted(counts):
-            if (below + counts[e]) / total > max_lost:
-                kept.append(e)
-                break
-            below += counts[e]
-    best = None
-    for name, e, m in formats:
-        power = max(0, 1 - bias_of(e) - m - min(kept))
-        largest = max(exponent for counts in towers.values() for exponent in counts)
-        if largest + power + headroom <= bias_of(e) and (best is None or m > best[0]):
-            best = (m, name, power)
-    return best and [best[1], best[2]]
-
-
-def with_arrays(towers, formats, max_lost, headroom):
-    arrays = [(np.array(list(c)), np.array(list(c.values()), float)) for c in towers.values()]
-    found = []
-    for name, e, m in formats:
-        last = bias_of(e) - headroom - max(int(exponents.max()) for exponents, _ in arrays)
-        for power in range(last + 1):
-            lost = [w[x + power < 1 - bias_of(e) - m].sum() / w.sum() for x, w in arrays]
-            if max(lost) <= max_lost:
-                found.append((-m, np.int64(power), name))
-                break
-    return (min(found)[2], min(found)[1]) if found else None
-
-
-def recursively(towers, formats, max_lost, headroom):
-    if not formats:
-        return None
-    name, e, m = max(formats, key=lambda form: form[2])
-    room = bias_of(e) - headroom - max(map(max, towers.values()))
-    works = (k for k in range(room + 1)
-             if not any(share_below(c, 1 - bias_of(e) - m - k) > max_lost for c in towers.values()))  # fmt: skip
-    power = next(works, None)
-    if power is not None:
-        return name, float(power)
-    return recursively(towers, [form for form in formats if form[0] != name], max_lost, headroom)
-
-
-CHOICE_RIGHT = [search, from_quantiles, with_arrays, recursively]
-
-
-def no_headroom(towers, formats, max_lost, headroom):
-    return search(towers, formats, max_lost, 0)
-
-
-def all_in_one(towers, formats, max_lost, headroom):
-    merged = {}
-    for counts in towers.values():
-        for e, n in counts.items():
-            merged[e] = merged.get(e, 0) + n
-    return search({"all": merged}, formats, max_lost, headroom)
-
-
-def largest_scale(towers, formats, max_lost, headroom):
-    found = search(towers, formats, max_lost, headroom)
-    if found is None:
-        return None
-    e = next(form[1] for form in formats if form[0] == found[0])
-    return found[0], bias_of(e) - headroom - max(map(max, towers.values()))
-
-
-def no_scale(towers, formats, max_lost, headroom):
-    return next(
-        (
-            (name, 0)
-            for name, e, m in sorted(formats, key=lambda form: -form[2])
-            if max(map(max, towers.values())) + headroom <= bias_of(e)
-            and all(share_below(c, 1 - bias_of(e) - m) <= max_lost for c in towers.values())
-        ),
-        None,
-    )
-
-
-def without_subnormals(towers, formats, max_lost, headroom):
-    for name, e, _ in sorted(formats, key=lambda form: -form[2]):
-        for power in range(bias_of(e) - headroom - max(map(max, towers.values())) + 1):
-            if all(share_below(c, 1 - bias_of(e) - power) <= max_lost for c in towers.values()):
-                return name, power
-    return None
-
-
-def no_top(towers, formats, max_lost, headroom):
-    name, e, m = max(formats, key=lambda form: form[2])
-    power = 0
-    while any(share_below(c, 1 - bias_of(e) - m - power) > max_lost for c in towers.values()):
-        power += 1
-    return name, power
-
-
-def most_range(towers, formats, max_lost, headroom):
-    for form in sorted(formats, key=lambda form: -form[1]):
-        found = search(towers, [form], max_lost, headroom)
-        if found:
-            return found
-    return None
-
-
-def first_listed(towers, formats, max_lost, headroom):
-    for form in formats:
-        found = search(towers, [form], max_lost, headroom)
-        if found:
-            return found
-    return None
-
-
-def language_only(towers, formats, max_lost, headroom):
-    return search({"language": towers["language"]}, formats, max_lost, headroom)
-
-
-def nothing_lost(towers, formats, max_lost, headroom):
-    return search(towers, formats, 0.0, headroom)
-
-
-def gives_up(towers, formats, max_lost, headroom):
-    return None
-
-
-CHOICE_WRONG = [
-    (no_headroom, "you left no headroom"),
-    (no_top, "you did not look at the top"),
-    (all_in_one, "you counted all towers together"),
-    (without_subnormals, "subnormal numbers count as kept"),
-    (largest_scale, "you took the largest scale"),
-    (no_scale, "you used no scale"),
-    (most_range, "you preferred range"),
-    (first_listed, "formats come in no order"),
-    (language_only, "the language tower only"),
-    (nothing_lost, "you allowed no loss at all"),
-    (gives_up, "you gave up too early"),
+LOW_TIE, HIGH_TIE = "half of the smallest number lies between", "half a step above max lies between"
+SURVIVORS_BY_REGION = [
+    (exponents_only, ["the exponent of the number itself does not decide"]),
+    (
+        judged(half_and_max),
+        [LOW_TIE, "within half a step of the smallest normal one", "max itself is a number of the format"],
+    ),
+    (
+        judged(lambda x, t, n, top, s: "normal" if abs(x) == top + s / 2 else right(x, t, n, top, s)),
+        [HIGH_TIE],
+    ),
+    (
+        judged(no_subnormals),
+        ["smallest subnormal number is no zero", "come the subnormal ones", "at the top numbers are rounded too"],
+    ),
+    (
+        judged(lambda x, t, n, top, s: "subnormal" if abs(x) == t / 2 else cut_off(x, t, n, top, s)),
+        ["at the bottom numbers are rounded too", LOW_TIE, "half a step of the smallest normal", "at the top numbers"],
+    ),
 ]
+"""Answers that are wrong in some parts of the range, and words of the sentences that name them, in their order."""

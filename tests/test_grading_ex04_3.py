@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from ex04_3_answers import (
-    CHOICE_RIGHT,
-    CHOICE_WRONG,
-    FACTS_RIGHT,
-    FACTS_WRONG,
-    SURVIVORS_RIGHT,
-    SURVIVORS_WRONG,
-    search,
-)
+from ex04_3_answers import FACTS_RIGHT, FACTS_WRONG, SURVIVORS_BY_REGION, SURVIVORS_RIGHT, SURVIVORS_WRONG
+from ex04_3_choices import CHOICE_GUESSES, CHOICE_RIGHT, CHOICE_WRONG, all_in_one, no_headroom, search
 from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
-from vlmcourse.grading import ex04_3
-from vlmcourse.grading.format_cases import GROUPS, make_choices, make_formats, make_gradients
+from vlmcourse.grading import choice_feedback, ex04_3
+from vlmcourse.grading.choice_cases import GROUPS, Choice, make_choices
+from vlmcourse.grading.choice_feedback import CHOICE_MISTAKES
+from vlmcourse.grading.format_cases import make_formats, make_gradients
+from vlmcourse.monitor.exponents import Exponents
+from vlmcourse.planner.formats import FORMATS
 
 EXERCISE = "ex04_3"
 POINTS = {
@@ -43,7 +40,11 @@ def grade_survivors(function, tests: str = "hidden") -> float:
 
 def grade_choice(function, tests: str = "hidden") -> float:
     seed, number = SEEDS[tests]
-    return sum(ex04_3.check_choice(function, group, 1.5, seed, number) for group in GROUPS)
+    return sum(ex04_3.check_choices(function, level, 3, seed, number) for level in ex04_3.LEVELS)
+
+
+def reasons(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("It looks as if")]
 
 
 @pytest.mark.parametrize("tests", SEEDS)
@@ -57,7 +58,7 @@ def test_right_facts_in_any_style_get_full_points(function, tests: str, capsys) 
 @pytest.mark.parametrize("function", SURVIVORS_RIGHT)
 def test_right_survivors_in_any_style_get_full_points(function, tests: str, capsys) -> None:
     assert grade_survivors(function, tests) == 5
-    assert not re.search("looks as if|does not become", capsys.readouterr().out)
+    assert not re.search("looks as if|becomes", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("tests", SEEDS)
@@ -84,10 +85,82 @@ def test_wrong_survivors_are_explained(name, function, words, tests: str, capsys
 
 
 @pytest.mark.parametrize("tests", SEEDS)
+@pytest.mark.parametrize(("function", "all_words"), SURVIVORS_BY_REGION)
+def test_wrong_survivors_are_explained_in_each_part_of_the_range(function, all_words, tests: str, capsys) -> None:
+    ex04_3.check_survivors(function, 3, *SEEDS[tests], edges=True)
+    said = reasons(capsys.readouterr().out)
+    assert len(said) == len(all_words)
+    assert all(words in line for words, line in zip(all_words, said, strict=True)), said
+
+
+def test_the_right_fate_of_the_first_wrong_number_is_printed(capsys) -> None:
+    ex04_3.check_survivors(lambda values, e, m: ["zero"] * len(values), 3, 1, 1, edges=True)
+    first = next(pair for pair in zip(*_values_and_fates(1), strict=True) if pair[1] != "zero")
+    assert f"{first[0]:.6g} becomes {first[1]!r}, not 'zero'" in capsys.readouterr().out
+
+
+def _values_and_fates(seed: int) -> tuple[tuple[float, ...], list[str]]:
+    case = make_gradients(seed, 1, True)[0]
+    return case.values, case.fates
+
+
+@pytest.mark.parametrize("tests", SEEDS)
 @pytest.mark.parametrize(("function", "words"), CHOICE_WRONG, ids=[case[0].__name__ for case in CHOICE_WRONG])
-def test_wrong_choices_are_explained(function, words, tests: str, capsys) -> None:
-    assert grade_choice(function, tests) < 6
-    assert words in capsys.readouterr().out
+def test_wrong_choices_get_their_own_mistake_named_and_no_other(function, words, tests: str, capsys) -> None:
+    assert grade_choice(function, tests) < 5
+    said = reasons(capsys.readouterr().out)
+    assert said and all(words in line for line in said), said
+
+
+@pytest.mark.parametrize("tests", SEEDS)
+@pytest.mark.parametrize("function", CHOICE_GUESSES)
+def test_an_answer_that_looks_at_no_gradient_earns_nothing(function, tests: str) -> None:
+    assert grade_choice(function, tests) == 0
+
+
+@pytest.mark.parametrize("tests", SEEDS)
+@pytest.mark.parametrize("function", [no_headroom, all_in_one])
+def test_headroom_and_each_tower_are_worth_half_of_the_points(function, tests: str) -> None:
+    for level in ex04_3.LEVELS:
+        assert ex04_3.check_choices(function, level, 3, *SEEDS[tests]) <= 1.5
+
+
+def test_a_mistake_is_not_named_where_two_give_the_same_answers(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(choice_feedback, "CHOICE_MISTAKES", (*CHOICE_MISTAKES, ("another", {"headroom": False})))
+    grade_choice(no_headroom)
+    assert not reasons(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2"])
+def test_what_is_lost_follows_part_b_and_the_microscope(name: str) -> None:
+    form = FORMATS[name]
+    for exponent in range(form.min_exponent - form.mantissa_bits - 4, form.min_exponent):
+        case = Choice(
+            towers={"only": {exponent: 1}},
+            formats=[(name, form.exponent_bits, form.mantissa_bits)],
+            max_lost=0.0,
+            headroom=0,
+        )
+        kept = Exponents({exponent: 1}).fates(form)["zero"] == 0
+        assert kept == (form.fate(1.2 * 2.0**exponent) != "zero") == (case.answer() == (name, 0))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda function: ex04_3.check_survivors(function, 2, 1, 6),
+        lambda function: ex04_3.check_choices(function, "easy", 3, 1, 6),
+    ],
+)
+def test_no_call_follows_one_that_took_too_long_and_none_of_the_rest_counts(check, capsys) -> None:
+    calls = []
+
+    def slow(*args):
+        calls.append(args)
+        raise TimeoutError("took longer than 5 s")
+
+    assert check(slow) == 0 and len(calls) == 1
+    assert re.search(r"\b0 of 6 (formats|pairs)", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +194,27 @@ def test_changing_the_arguments_changes_nothing() -> None:
 
 def test_cases_are_what_their_groups_say_and_differ_by_seed() -> None:
     for group in GROUPS:
-        answers = [case.answer() for case in make_choices(group, 7, 8)]
-        expected = {"wide": "bf16", "impossible": None}.get(group, "fp16")
-        assert {None if a is None else a[0] for a in answers} == {expected}
-        assert {bool(a and a[1]) for a in answers} <= {group == "scaled", group == "wide", False}
-        assert make_choices(group, 7, 8) == make_choices(group, 7, 8) != make_choices(group, 8, 8)
+        pairs = make_choices(group, 7, 4)
+        for number, (one, other) in enumerate(pairs):
+            assert group in (one.kind(), other.kind()) and one.answer() != other.answer()
+            assert one.formats == other.formats and one.max_lost == other.max_lost
+            changed = {name for name in one.towers if one.towers[name] != other.towers[name]}
+            assert (changed, abs(one.headroom - other.headroom)) == (({"projector"}, 0) if number % 2 else (set(), 1))
+        assert pairs == make_choices.__wrapped__(group, 7, 4) != make_choices(group, 9, 4)
     assert {fate for case in make_gradients(3, 4, True) for fate in case.fates} == set(ex04_3.FATES)
     assert any(not form.has_infinity for form in make_formats(3, 8)[4:])
     with pytest.raises(ValueError, match="choose one of"):
         make_choices("easy", 1, 1)
+
+
+@pytest.mark.parametrize("tests", SEEDS)
+def test_wide_formats_need_a_scale_at_times_and_bf16_is_not_always_enough(tests: str) -> None:
+    wide = [case for pair in make_choices("wide", *SEEDS[tests]) for case in pair if case.kind() == "wide"]
+    assert len({case.answer()[0] for case in wide}) > 1 and {bool(case.answer()[1]) for case in wide} == {True, False}
+    for pair in make_choices("wide", *SEEDS[tests])[::3]:
+        assert any(case.kind() == "wide" and case.answer()[1] for case in pair)
+    nothing = [case for pair in make_choices("impossible", *SEEDS[tests]) for case in pair if case.answer() is None]
+    assert {any(name == "bf16" for name, *_ in case.formats) for case in nothing} == {True, False}
 
 
 def test_the_notebook_asks_what_is_tested_here() -> None:
@@ -147,6 +232,14 @@ def test_the_reference_answers_are_right() -> None:
     assert grade_facts(space["format_facts"]) == 5
     assert grade_survivors(space["survivors"]) == 5
     assert grade_choice(space["choose_format"]) == 6
+
+
+def test_the_answer_of_part_d_keeps_to_its_own_limit_and_the_task_says_what_headroom_is() -> None:
+    cells = read_cells("solutions", EXERCISE)
+    least, most = map(int, re.search(r"In (\d+) to (\d+) words", cells["ex04_3_d_task"].source).groups())
+    answer = cells["ex04_3_d"].source.split("**Rubric")[0].removeprefix("**An answer.**")
+    assert least <= len(answer.split()) <= most
+    assert "`headroom` is the room left free" in cells["ex04_3_c_task"].source
 
 
 @pytest.mark.notebook

@@ -1,24 +1,18 @@
-"""Exercise 4.3's cases: formats, gradients to be sent through them, and towers to choose a format and a scale for.
+"""Exercise 4.3's cases for parts a and b: formats, and gradients to be sent through them.
 
-Enters: a seed. Leaves: cases with the right answers. The rules are those of the task's text.
+Enters: a seed. Leaves: cases with the right answers. The rules are those of the task's text. Part c: `choice_cases.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vlmcourse.planner.formats import FORMATS, FloatFormat
 
 FACTS = ("max", "smallest_normal", "smallest_subnormal", "epsilon", "decimal_digits")
 """What `format_facts` returns, each worth a part of the points."""
-Towers = Mapping[str, Mapping[int, int]]
-"""Number of gradients by exponent, for each tower."""
-Formats = Sequence[tuple[str, int, int]]
-"""Name, exponent bits, mantissa bits; in no order."""
 
 
 def spec(exponent_bits: int, mantissa_bits: int, has_infinity: bool = True) -> FloatFormat:
@@ -93,97 +87,3 @@ def _edge_numbers(form: FloatFormat, draw: random.Random) -> list[float]:
     found += [form.max, form.max + top * draw.uniform(0.1, 0.4), form.max + top * 0.5, form.max + top]
     draw.shuffle(found)
     return found
-
-
-# --- c: a format and a scale ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Towers, formats to choose from, and what may be lost."""
-
-    towers: Towers
-    formats: Formats
-    max_lost: float
-    """Fraction of a tower's gradients that may become zero."""
-    headroom: int
-    """Powers of two that must stay free above the largest gradient."""
-
-    @property
-    def arguments(self) -> tuple[Towers, Formats, float, int]:
-        """What the learner's function is called with."""
-        return (
-            {name: dict(counts) for name, counts in self.towers.items()},
-            list(self.formats),
-            self.max_lost,
-            self.headroom,
-        )
-
-    def answer(self) -> tuple[str, int] | None:
-        """The right answer: the format with most digits that works, and the smallest power that makes it work."""
-        for name, exponent_bits, mantissa_bits in sorted(self.formats, key=lambda form: -form[2]):
-            form = spec(exponent_bits, mantissa_bits)
-            largest = max(max(counts) for counts in self.towers.values())
-            lowest = round(math.log2(form.smallest_subnormal))
-            for power in range(form.max_exponent - self.headroom - largest + 1):
-                if all(lost(counts, lowest - power) <= self.max_lost for counts in self.towers.values()):
-                    return name, power
-        return None
-
-    def __str__(self) -> str:
-        """Say what the case is about."""
-        ranges = ", ".join(f"{name} 2^{min(c)} to 2^{max(c)}" for name, c in self.towers.items())
-        names = ", ".join(f"{name} ({e}, {m})" for name, e, m in self.formats)
-        return f"{ranges}; {names}; max_lost {self.max_lost}, headroom {self.headroom}"
-
-
-def lost(counts: Mapping[int, int], lowest: int) -> float:
-    """Return the fraction of the gradients of one tower below an exponent."""
-    return sum(number for exponent, number in counts.items() if exponent < lowest) / sum(counts.values())
-
-
-KNOWN = [(name, FORMATS[name].exponent_bits, FORMATS[name].mantissa_bits) for name in ("bf16", "fp16", "e5m2")]
-GROUPS = ("as it is", "scaled", "wide", "impossible")
-"""fp16 without a scale; fp16 with one; bf16, because no scale saves fp16; nothing of what there is."""
-
-
-def make_choices(group: str, seed: int, num_cases: int) -> list[Choice]:
-    """Return cases of one group.
-
-    Raises:
-        ValueError: for an unknown group.
-    """
-    if group not in GROUPS:
-        raise ValueError(f"group = {group!r}: choose one of {', '.join(GROUPS)}")
-    draw, found = random.Random(f"{group}/{seed}"), []
-    while len(found) < num_cases:
-        case = _draw_choice(group, draw)
-        answer = case.answer()
-        if answer is None:
-            kind = "impossible"
-        else:
-            kind = {"bf16": "wide", "fp16": "scaled" if answer[1] else "as it is"}.get(answer[0], "")
-        # In every other wide case it is the headroom alone that rules fp16 out.
-        decides = dataclasses.replace(case, headroom=0).answer() != answer
-        if kind == group and (group != "wide" or decides == bool(len(found) % 2)):
-            found.append(case)
-    return found
-
-
-def _draw_choice(group: str, draw: random.Random) -> Choice:
-    center = {"as it is": (-12, -4), "scaled": (-26, -18), "wide": (-22, -8), "impossible": (-30, -10)}[group]
-    width = {"as it is": (2, 3.0), "scaled": (2, 3.5), "wide": (6, 9), "impossible": (6, 9)}[group]
-    towers = {}
-    for tower, size in (("vision", 10**6), ("projector", 10**3), ("language", 10**7)):
-        middle, wide = draw.uniform(*center), draw.uniform(*width)
-        reach = round(3 * wide)
-        counts = {
-            e: math.exp(-(((e - middle) / wide) ** 2) / 2) for e in range(round(middle) - reach, round(middle) + reach)
-        }
-        total = sum(counts.values())
-        towers[tower] = {e: max(1, round(size * share / total)) for e, share in counts.items()}
-    formats = [form for form in KNOWN if group != "impossible" or form[0] != "bf16"]
-    draw.shuffle(formats)
-    return Choice(
-        towers=towers, formats=formats, max_lost=draw.choice((0.001, 0.01, 0.02)), headroom=draw.choice((2, 3, 4))
-    )

@@ -1,6 +1,7 @@
-"""Exercise 4.3's misconceptions: each is a function that gives the answer which the mistake would give.
+"""Exercise 4.3's misconceptions in parts a and b: each is a function that gives the answer of the mistake.
 
-Enters: wrong answers with their cases. Leaves: the sentence of the first mistake that gives all of them, or "".
+Enters: answers with their cases. Leaves: the sentence of the first mistake that gives all of them; in part b one for
+each part of a format's range in which the answers are wrong. Part c: `choice_feedback.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from vlmcourse.grading.format_cases import Choice, Gradients, lost, spec
+from vlmcourse.grading.format_cases import Gradients, spec
 from vlmcourse.planner.formats import FloatFormat
 
 Mistake = tuple[str, Callable[[Any], Any]]
@@ -103,8 +104,14 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
             "the leading 1 is a digit too: m + 1 significant bits (F8: 11 bits of fp16 are 3.3 digits)",
             lambda f: f.mantissa_bits * math.log10(2),
         ),
-        ("do not round down: 11 bits are 3.3 digits", lambda f: math.floor(f.decimal_digits)),
-        ("do not round: 11 bits are 3.3 digits", lambda f: round(f.decimal_digits)),
+        ("do not round down: 11 bits are 3.311 digits", lambda f: math.floor(f.decimal_digits)),
+        ("do not round: 11 bits are 3.311 digits", lambda f: round(f.decimal_digits)),
+        ("do not round to one decimal: 11 bits are 3.311 digits", lambda f: round(f.decimal_digits, 1)),
+        (
+            "these are the decimal digits that survive a round trip (C's FLT_DIG): asked are the significant bits, the "
+            "leading 1 included, in decimal digits, not rounded down",
+            lambda f: math.floor(f.mantissa_bits * math.log10(2)),
+        ),
         ("these are bits, not decimal digits: multiply by log10(2)", lambda f: f.significant_bits),
         ("log10, not ln: a decimal digit is a factor of 10", lambda f: f.significant_bits * math.log(2)),
     ),
@@ -112,21 +119,8 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
 """By fact, tried on the formats for which it was wrong."""
 
 
-def _fates(case: Gradients, judge: Callable[[FloatFormat, float], str]) -> list[str]:
-    return [judge(case.form, value) for value in case.values]
-
-
-def _by_thresholds(form: FloatFormat, value: float, *, low: float, high: float) -> str:
-    size = abs(value)
-    if size >= high:
-        return "overflow"
-    if size < low:
-        return "zero"
-    return "subnormal" if size < form.smallest_normal else "normal"
-
-
-def _no_subnormals(form: FloatFormat, value: float) -> str:
-    return "zero" if form.fate(value) == "subnormal" else form.fate(value)
+Judge = Callable[[FloatFormat, float], str]
+"""What becomes of a number in a format, right or by a mistake."""
 
 
 def _sign_kept(form: FloatFormat, value: float) -> str:
@@ -137,132 +131,142 @@ def _bits_swapped(form: FloatFormat, value: float) -> str:
     return spec(form.mantissa_bits, form.exponent_bits).fate(value)
 
 
-FATE_MISTAKES: Sequence[Mistake] = (
-    ("take the size of a number: negative gradients survive like positive ones", lambda c: _fates(c, _sign_kept)),
-    (
-        "below the smallest normal number come the subnormal ones, down to 2^-m times smaller; only below them is zero",
-        lambda c: _fates(c, _no_subnormals),
-    ),
-    (
-        "numbers are rounded to the nearest, not cut off: more than half of the smallest number becomes that number, "
-        "and less than half a step above max becomes max",
-        lambda c: _fates(c, lambda f, x: _cut_off(f, x)),
-    ),
-    (
-        "at the bottom numbers are rounded too: more than half of the smallest number becomes that number",
-        lambda c: _fates(c, lambda f, x: "zero" if abs(x) < f.smallest_subnormal else f.fate(x)),
-    ),
-    (
-        "at the top numbers are rounded too: less than half a step above max becomes max",
-        lambda c: _fates(c, lambda f, x: "overflow" if abs(x) > f.max else f.fate(x)),
-    ),
-    (
-        "a tie goes to the even neighbor: half of the smallest number becomes 0, half a step above max is infinite",
-        lambda c: _fates(c, _ties_kept),
-    ),
-    (
-        "a number within half a step of the smallest normal one is rounded to it, and is normal then",
-        lambda c: _fates(c, _late_normal),
-    ),
-    ("the first number of bits is the exponent's, the second the mantissa's", lambda c: _fates(c, _bits_swapped)),
-    (
-        "the exponent 2^e - 1 is kept for infinities: numbers overflow from half that size on",
-        lambda c: _fates(c, lambda f, x: f.fate(x / 2) if abs(x) > f.max / 2 else f.fate(x)),
-    ),
-    (
-        "what overflows becomes infinite, it is not held at max",
-        lambda c: ["normal" if fate == "overflow" else fate for fate in c.fates],
-    ),
-    ("0 is zero in every format", lambda c: ["subnormal" if x == 0 else c.form.fate(x) for x in c.values]),
-)
-
-
-def _cut_off(form: FloatFormat, value: float) -> str:
-    if abs(value) > form.max:
+def _cut_off(form: FloatFormat, value: float, top: float = 0.0) -> str:
+    """Judge the number itself, not the rounded one; `top` is the largest that is kept, usually max."""
+    if abs(value) > (top or form.max):
         return "overflow"
     if abs(value) < form.smallest_subnormal:
         return "zero"
     return "subnormal" if abs(value) < form.smallest_normal else "normal"
 
 
-def _ties_kept(form: FloatFormat, value: float) -> str:
+def _exponent_only(form: FloatFormat, value: float) -> str:
+    return _cut_off(form, value, math.nextafter(2.0 ** (form.max_exponent + 1), 0.0))
+
+
+def _instead(wrong: str, *, of: str) -> Judge:
+    """Judge rightly, but for one fate."""
+    return lambda f, x: wrong if f.fate(x) == of else f.fate(x)
+
+
+WHOLE_MISTAKES: Sequence[tuple[str, Judge]] = (
+    ("take the size of a number: negative gradients survive like positive ones", _sign_kept),
+    ("the first number of bits is the exponent's, the second the mantissa's", _bits_swapped),
+    (
+        "numbers are rounded to the nearest, not cut off: more than half of the smallest number becomes that number, "
+        "and less than half a step above max becomes max",
+        _cut_off,
+    ),
+    (
+        "the exponent of the number itself does not decide: round it first, then look where the rounded number lies; "
+        "more than half of the smallest number becomes that number, and from half a step above max on it overflows",
+        _exponent_only,
+    ),
+)
+"""Tried on all numbers."""
+
+REGION_MISTAKES: Mapping[str, Sequence[tuple[str, Judge]]] = {
+    "0": (
+        ("0 is zero in every format", lambda f, x: "subnormal"),
+        ("0 is zero in every format", lambda f, x: "normal"),
+    ),
+    "bottom": (
+        (
+            "at the bottom numbers are rounded too: more than half of the smallest number becomes that number",
+            lambda f, x: "zero" if abs(x) < f.smallest_subnormal else "subnormal",
+        ),
+        (
+            "the smallest subnormal number is no zero, and more than half of it becomes that number",
+            lambda f, x: "zero",
+        ),
+        ("less than half of the smallest number is rounded to 0", lambda f, x: "subnormal"),
+        ("there are subnormal numbers below the smallest normal one", lambda f, x: "normal"),
+    ),
+    "bottom tie": (
+        (
+            "a tie goes to the even neighbor: half of the smallest number lies between it and 0, which is even",
+            lambda f, x: "subnormal",
+        ),
+    ),
+    "normal": (
+        (
+            "below the smallest normal number come the subnormal ones, down to 2^-m times smaller; only below them is "
+            "zero",
+            _instead("zero", of="subnormal"),
+        ),
+        (
+            "below the smallest normal number come the subnormal ones, down to 2^-m times smaller; only below them is "
+            "zero",
+            lambda f, x: "zero" if abs(x) < f.smallest_normal else "normal",
+        ),
+        (
+            "a number within half a step of the smallest normal one is rounded to it, and is normal then",
+            lambda f, x: "subnormal" if abs(x) < f.smallest_normal else "normal",
+        ),
+        ("the smallest normal number, and what is rounded to it, is normal", lambda f, x: "subnormal"),
+        ("a rounded number below the smallest normal one is subnormal", lambda f, x: "normal"),
+    ),
+    "top": (
+        (
+            "at the top numbers are rounded too: less than half a step above max becomes max",
+            lambda f, x: "overflow" if abs(x) > f.max else "normal",
+        ),
+        (
+            "max itself is a number of the format, and less than half a step above it becomes max",
+            lambda f, x: "overflow" if abs(x) >= f.max else "normal",
+        ),
+        ("what overflows becomes infinite, it is not held at max", lambda f, x: "normal"),
+        (
+            "the exponent 2^e - 1 is kept for infinities: numbers overflow from half that size on",
+            lambda f, x: f.fate(x / 2) if abs(x) > f.max / 2 else f.fate(x),
+        ),
+    ),
+    "top tie": (
+        (
+            "a tie goes to the even neighbor: half a step above max lies between max, whose last bit is 1, and "
+            "2^(bias + 1), which overflows",
+            lambda f, x: "normal",
+        ),
+    ),
+}
+"""By part of the range: tried on the numbers in it."""
+
+
+def region_of(form: FloatFormat, value: float) -> str:
+    """Return the part of a format's range that a number lies in, a key of `REGION_MISTAKES`."""
     size = abs(value)
-    if size == form.smallest_subnormal / 2:
-        return "subnormal"
-    return "normal" if size == form.max + form.step_at(form.max) / 2 else form.fate(value)
+    if size == 0:
+        return "0"
+    if size <= form.smallest_subnormal:
+        return "bottom tie" if size == form.smallest_subnormal / 2 else "bottom"
+    if size <= form.smallest_normal:
+        return "normal"
+    return "top tie" if size == form.max + form.step_at(form.max) / 2 else "top"
 
 
-def _late_normal(form: FloatFormat, value: float) -> str:
-    fate = form.fate(value)
-    return "subnormal" if fate == "normal" and abs(value) < form.smallest_normal else fate
+def explain_fates(answers: Sequence[tuple[Gradients, Sequence[Any]]]) -> list[str]:
+    """Return what is behind the wrong answers of part b: one sentence, or one for each part of the range.
+
+    Args:
+        answers: pairs of a case and the learner's list, right and wrong ones; each list is as long as the case.
+    """
+    numbers = [(c.form, x, got) for c, given in answers for x, got in zip(c.values, given, strict=True)]
+    by_region: dict[str, list[tuple[FloatFormat, float, Any]]] = {name: [] for name in REGION_MISTAKES}
+    for form, value, got in numbers:
+        by_region[region_of(form, value)].append((form, value, got))
+    wrong = [name for name, part in by_region.items() if not _all_by(FloatFormat.fate, part)]
+    if not wrong:
+        return []
+    for sentence, judge in WHOLE_MISTAKES:
+        if _all_by(judge, numbers):
+            return [sentence]
+    found = []
+    for name in wrong:
+        sentence = next((text for text, judge in REGION_MISTAKES[name] if _all_by(judge, by_region[name])), "")
+        if sentence and sentence not in found:
+            found.append(sentence)
+    return found
 
 
-# --- c --------------------------------------------------------------------------------------------------------------
-
-
-def choose(
-    case: Choice,
-    *,
-    order: Callable[[tuple[str, int, int]], Any] = lambda form: -form[2],
-    headroom: bool = True,
-    overflow: bool = True,
-    together: bool = False,
-    normal: bool = False,
-    largest: bool = False,
-    powers: bool = True,
-    max_lost: float | None = None,
-    only: str = "",
-    off: int = 0,
-) -> tuple[str, int] | None:
-    """Return what a learner with some of these mistakes would choose."""
-    allowed = case.max_lost if max_lost is None else max_lost
-    towers = {name: counts for name, counts in case.towers.items() if not only or name == only}
-    merged: dict[int, int] = {}
-    for counts in towers.values():
-        for exponent, number in counts.items():
-            merged[exponent] = merged.get(exponent, 0) + number
-    for name, exponent_bits, mantissa_bits in sorted(case.formats, key=order):
-        form = spec(exponent_bits, mantissa_bits)
-        room = form.max_exponent + off - case.headroom * headroom - max(max(counts) for counts in towers.values())
-        lowest = round(math.log2(form.smallest_normal if normal else form.smallest_subnormal))
-        last = (room if overflow else 60) if powers else min(room, 0)
-        works = [
-            power
-            for power in range(last + 1)
-            if all(lost(c, lowest - power) <= allowed for c in ([merged] if together else towers.values()))
-        ]
-        if works:
-            return name, works[-1 if largest else 0]
-    return None
-
-
-def _keeping_order(form: tuple[str, int, int]) -> int:
-    return 0
-
-
-CHOICE_MISTAKES: Sequence[Mistake] = (
-    ("you left no headroom: the largest gradient of the next step may be larger", lambda c: choose(c, headroom=False)),
-    ("you did not look at the top: a scale that saves the small ones may make the large ones infinite",
-     lambda c: choose(c, overflow=False)),
-    ("you counted all towers together: a small tower can be lost as a whole and hardly show in the sum; look at each",
-     lambda c: choose(c, together=True)),
-    ("subnormal numbers count as kept: a gradient is lost below the smallest subnormal, not below the smallest normal",
-     lambda c: choose(c, normal=True)),
-    ("you took the largest scale that fits: the task asks for the smallest that loses little enough",
-     lambda c: choose(c, largest=True)),
-    ("you used no scale: one power of two multiplies all gradients, and more small ones stay",
-     lambda c: choose(c, powers=False)),
-    ("you allowed no loss at all: max_lost of each tower's gradients may become zero",
-     lambda c: choose(c, max_lost=0.0)),
-    ("formats come in no order: take the one with the most mantissa bits of those that work",
-     lambda c: choose(c, order=_keeping_order)),
-    ("you preferred range: of the formats that work, the one with the most mantissa bits keeps the most digits",
-     lambda c: choose(c, order=lambda form: -form[1])),
-    ("you looked at the vision tower only: the loss has one scale for all towers", lambda c: choose(c, only="vision")),
-    ("you looked at the language tower only: the loss has one scale for all towers",
-     lambda c: choose(c, only="language")),
-    ("the largest exponent of a format is 2^(e-1) - 1, the bias: the one above is kept for infinities",
-     lambda c: choose(c, off=1)),
-    ("you gave up too early: try the formats with fewer digits before you return None", lambda c: None),
-    ("where nothing works, return None", lambda c: choose(c, overflow=False, headroom=False) or (c.formats[0][0], 0)),
-)  # fmt: skip
+def _all_by(judge: Judge, numbers: Sequence[tuple[FloatFormat, float, Any]]) -> bool:
+    return all(judge(form, value) == got for form, value, got in numbers)

@@ -34,7 +34,7 @@ def test_things_compared_take_turns_and_what_prepares_them_is_not_timed(monkeypa
 
 
 def test_chain_tells_forward_s_share_and_the_spread_of_its_repeats() -> None:
-    plain, results = ch04.measure_chain((2, 4), 8, num_rows=32, width=32, num_runs=2)
+    plain, results = ch04.measure_chain((2, 4), 8, num_rows=32, width=32, num_runs=1)
     assert 0 < plain.forward_share < 1 and plain.time.least == 1
     assert all(r.time.least <= r.time.greatest for r in results)
     # The chain's own input is the caller's; the product before a ReLU is alive for a moment: one for one.
@@ -42,12 +42,14 @@ def test_chain_tells_forward_s_share_and_the_spread_of_its_repeats() -> None:
 
 
 def test_policies_tell_forward_s_share_and_the_spread_of_their_repeats() -> None:
-    model, batch = ch04.load_deep(num_samples=2, num_layers=2)
+    model, batch = ch04.load_deep(num_samples=1, num_layers=2)
     share, results = ch04.measure_policies(model, batch, ("none", "full"), num_runs=2)
     assert 0 < share < 1 and results["none"].time.least == 1
     assert results["full"].peak_bytes < results["none"].peak_bytes and results["full"].gradient_error == 0
     rows = ch04.as_rows(results)
-    assert [row[0] for row in rows] == ["none", "full"] and all(float(str(row[2])) <= float(str(row[3])) for row in rows)
+    assert [row[0] for row in rows] == ["none", "full"] and all(
+        float(str(row[2])) <= float(str(row[3])) for row in rows
+    )
     assert len(rows[0]) == 5
 
 

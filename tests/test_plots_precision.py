@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,16 @@ def test_bars_of_exponents_are_shares_of_their_tower() -> None:
     heights = [bar.get_height() for bar in vision.patches], [bar.get_height() for bar in language.patches]  # type: ignore[attr-defined]
     assert heights == ([10, 30, 60], [50, 50])
     assert [numbers(line.get_xdata())[0] for line in vision.lines] == [-24.5]  # bf16 loses none of these
+
+
+def test_labels_of_formats_do_not_cover_each_other_or_the_title() -> None:
+    formats = [FORMATS[name] for name in ("fp16", "e5m2", "e4m3fn")]
+    figure = plots.plot_exponents({"vision": Exponents({-30: 1, -12: 6, -5: 2})}, formats)
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    assert [text.get_text()[2:] for text in axes.texts] == ["0 in fp16", "0 in e5m2", "0 in e4m3fn"]
+    boxes = [text.get_window_extent() for text in (*axes.texts, axes.title)]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_bars_of_formats_reach_from_the_smallest_to_the_largest_number() -> None:

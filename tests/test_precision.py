@@ -204,6 +204,20 @@ def test_pure_bf16_moves_where_rounding_to_nearest_stands_still() -> None:
         LowPrecisionAdamW([nn.Parameter(torch.ones(1))], keeps_master=False)
 
 
+def test_pure_bf16_rounds_each_step_anew() -> None:
+    """Each element alone follows the true line; with one draw for all steps few would run away and the rest stand."""
+    low, lr, num_steps, spacing = nn.Parameter(torch.ones(64, dtype=torch.bfloat16)), 4e-4, 100, 2**-8
+    optimizer = LowPrecisionAdamW([low], keeps_master=False, lr=lr, betas=(0.0, 0.0))
+    for _ in range(num_steps):
+        low.grad = torch.ones_like(low)
+        optimizer.step()
+    moved = 1 - low.detach().float()
+    chance = lr / spacing  # of a step down, in which the weight moves by `spacing`
+    deviation = spacing * math.sqrt(num_steps * chance * (1 - chance))
+    assert float((moved - num_steps * lr).abs().max()) < 5 * deviation < 0.06
+    assert bool((moved > 0).all())  # for one element to stand still through 100 draws: 2e-5
+
+
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_ledger_and_planner_agree_on_the_bytes_of_every_precision(name: str) -> None:
     trainer = build(precision_config("single", name), ALONE)

@@ -18,9 +18,20 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 SAME = 1e-6
 """Relative, for strategies that add up the same products in the same formats; measured: 1.2e-7."""
-ROUNDED = {"fp16": 2e-2, "bf16_master": 8e-2, "bf16_pure": 8e-2, "fp8": 1e-6}
-"""Relative, for those that cut products or sequences elsewhere; measured 5.1e-3, 3.9e-2 and 3.9e-2. A gradient that is
-missing is off by 1, one of half the length by 0.5."""
+ROUNDED = {
+    ("tp", "fp16"): 6e-3,
+    ("tp", "bf16_master"): 4.2e-2,
+    ("tp", "bf16_pure"): 4.2e-2,
+    ("pp", "fp16"): SAME,
+    ("pp", "bf16_master"): 1.1e-2,
+    ("pp", "bf16_pure"): 1.1e-2,
+    ("cp", "fp16"): 6e-3,
+    ("cp", "bf16_master"): 4.2e-2,
+    ("cp", "bf16_pure"): 4.2e-2,
+}
+"""Relative, for those that cut or pad products or sequences elsewhere; measured 2.9e-3 and 2.1e-2 under tp, 9.6e-8 and
+5.5e-3 under pp, 3.1e-3 and 1.7e-2 under cp. A gradient that is missing is off by 1, one of half the length by 0.5.
+Losses and norms may be off by a tenth of that; measured: 6e-4 and 7.5e-4."""
 KEY_BIAS_TOLERANCE = 1e-4
 """Absolute; the true gradient is 0."""
 
@@ -43,7 +54,7 @@ def test_gradients_are_those_of_one_process(
     found: list[dict[str, Any]], alone: dict[str, Recording], strategy: str, precision: str
 ) -> None:
     of_rank, expected = found[0]["runs"][strategy, precision], alone[precision]
-    allowed = SAME if strategy in SAME_SUMS else ROUNDED[precision]
+    allowed = SAME if strategy in SAME_SUMS else ROUNDED[strategy, precision]
     for step, gradients in enumerate(of_rank.gradients):
         assert gradients.keys() == expected.gradients[step].keys()
         for name, gradient in gradients.items():
@@ -51,8 +62,8 @@ def test_gradients_are_those_of_one_process(
             off = float((gradient.double() - right).norm())
             limit = KEY_BIAS_TOLERANCE if name.endswith(KEY_BIAS) else allowed * float(right.norm())
             assert off <= limit, f"step {step}: {name} is off by {off}; it is {float(right.norm())} long"
-        assert of_rank.losses[step] == pytest.approx(expected.losses[step], abs=max(allowed, 1e-6))
-        assert of_rank.grad_norms[step] == pytest.approx(expected.grad_norms[step], rel=max(allowed, 1e-5))
+        assert of_rank.losses[step] == pytest.approx(expected.losses[step], abs=max(allowed / 10, 1e-6))
+        assert of_rank.grad_norms[step] == pytest.approx(expected.grad_norms[step], rel=max(allowed / 10, 1e-5))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
@@ -96,14 +107,27 @@ def test_a_fault_is_found_under_every_strategy_with_its_rank_and_sample(found: l
             assert any(guilty in sentence for sentence in said), f"{strategy}: {said} without {guilty}"
 
 
+def test_a_fault_past_the_input_is_found_where_ranks_share_their_sequences(found: list[dict[str, Any]]) -> None:
+    """No rank waits for another that makes fewer forward passes, and one picture of several is guilty."""
+    for rank, of_rank in enumerate(found):
+        said, guilty = of_rank["late faults"]["cp"]
+        assert len(said) == 2 and said == found[0]["late faults"]["cp"][0]
+        assert said[rank].startswith(f"rank {rank}, step 0, micro-batch ")
+        assert f": inf in fp16 from numbers up to 1e+06, with {guilty}" in said[rank] and "vision" in said[rank]
+        said, guilty = of_rank["late faults"]["ddp"]
+        assert len(said) == 1 and said[0].endswith(f"with {guilty}")
+
+
 @pytest.mark.parametrize(
     ("precision", "parallel", "words"),
     [
         ("fp8", {"strategy": "single", "tp": 2}, "a tensor's scale comes from its largest element"),
+        ("fp8", {"strategy": "single", "pp": 2}, "padding is looked at too; choose bf16, or pp = 1"),
+        ("fp8", {"strategy": "ddp", "cp": 2}, "its own positions of a sequence only; choose bf16, or cp = 1"),
         ("fp8", {"strategy": "single", "pp": 2, "adaptive": True}, "built anew with plain weights"),
         ("bf16_pure", {"strategy": "single", "pp": 2, "adaptive": True}, "choose bf16, or leave adaptive out"),
         ("bf16_master", {"strategy": "ddp", "compression": "fp16"}, "gradients are bf16 already"),
-        ("fp8", {"strategy": "auto"}, "it may choose tp; name a strategy"),
+        ("fp8", {"strategy": "auto"}, "it may choose tp, cp or pp; name one"),
     ],
 )
 def test_what_a_precision_does_not_go_with_is_refused_by_name(precision: str, parallel: dict, words: str) -> None:

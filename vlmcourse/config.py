@@ -24,6 +24,12 @@ from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_val
 
 TOWERS = ("vision", "projector", "language")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_master", "bf16_pure", "fp8")
+FP8_CUTS = {
+    "tp": "each rank sees a part of the tensor only",
+    "cp": "each rank sees its own positions of a sequence only",
+    "pp": "a pipeline pads every micro-batch to the longest of its step, and padding is looked at too",
+}
+"""Degrees under which the scales of fp8 would be others than in one process, and why."""
 LOSS_WEIGHTINGS = ("tokens", "sqrt")
 LAST_GROUPS = ("fill", "short", "drop")
 DATASETS = ("digits", "llava")
@@ -137,7 +143,8 @@ class TrainSection:
     sample with n of them weigh 1 / sqrt(n))."""
     precision: str = "fp32"
     """fp32; bf16 or fp16 (autocast over fp32 weights, fp16 with a loss scaler); bf16_master or bf16_pure (bf16 weights,
-    with fp32 copies in the optimizer or rounded at random); fp8 (8-bit operands of matrix products)."""
+    with fp32 copies in the optimizer or rounded at random); fp8 (8-bit operands of matrix products; not with tp, cp or
+    pp, which show a rank other largest elements than one process sees)."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     log_every: int = 10
@@ -216,11 +223,12 @@ class TrainConfig:
 def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
     """Return which options of the ranks a precision does not go with, one sentence each."""
     found = []
-    if precision == "fp8" and parallel.tp > 1:
-        found.append(
-            f"train.precision = 'fp8' with tp = {parallel.tp}: a tensor's scale comes from its largest element, "
-            "and each rank sees a part of the tensor only; choose bf16, or tp = 1"
-        )
+    for axis, why in FP8_CUTS.items():
+        if precision == "fp8" and (degree := getattr(parallel, axis)) > 1:
+            found.append(
+                f"train.precision = 'fp8' with {axis} = {degree}: a tensor's scale comes from its largest element, "
+                f"and {why}; choose bf16, or {axis} = 1"
+            )
     if precision in ("fp8", "bf16_master", "bf16_pure") and parallel.adaptive:
         found.append(
             f"train.precision = {precision!r} with parallel.adaptive = true: layers that move between ranks are built "
@@ -232,7 +240,7 @@ def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
             "already; leave compression out"
         )
     if precision == "fp8" and parallel.strategy == "auto":
-        found.append("train.precision = 'fp8' with parallel.strategy = 'auto': it may choose tp; name a strategy")
+        found.append("train.precision = 'fp8' with parallel.strategy = 'auto': it may choose tp, cp or pp; name one")
     return found
 
 

@@ -4,7 +4,10 @@ Enters: a plain model. Leaves: the same model, the linear layers of its blocks a
 operands. Weights, their gradients and the optimizer stay fp32; all else runs under bf16 autocast. Here the casts are
 real and the product is made in fp32 of what survived them, which costs time instead of saving it: a model of fp8's
 numerics for CPU and older GPUs. Where a GPU has fp8 and torchao is installed, torchao's layers with real fp8 products
-take their place. Chapter 3.
+take their place.
+
+A scale comes from all elements of one tensor of one micro-batch. What shows a rank a part of it, or more padding, would
+change scales and so roundings: the configuration refuses fp8 with tp, cp and pp. Chapter 3.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), sections 3 and 4.1.
 """

@@ -2,7 +2,10 @@
 
 Enters: bf16 parameters, plain or sharded, with bf16 gradients. Leaves: updated ones. All arithmetic is in fp32; what
 differs is what is kept. `bf16_master` keeps fp32 weights and moments: 2 + 2 + 12 = 16 bytes a parameter with weight and
-gradient. `bf16_pure` keeps bf16 alone: 2 + 2 + 4 = 8 bytes. Chapter 3.
+gradient. `bf16_pure` keeps bf16 alone: 2 + 2 + 4 = 8 bytes.
+
+With both, micro-batches are added up in bf16, in `.grad`: a sum of 64 was 0.8 % off where chapter 3 measures it,
+against 0.2 % for one rounding at the end.
 
 Source: Loshchilov and Hutter 2019 (AdamW), algorithm 2; Micikevicius et al. 2018, section 3.1 (master weights);
 Zamirai et al. 2020, "Revisiting BFloat16 Training" (arXiv:2010.06192), section 4 (stochastic rounding of updates).

@@ -9,14 +9,18 @@ when something is wrong, not in every step. Chapter 3.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -25,9 +29,11 @@ from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.op_dtypes import SHORT, innermost
 from vlmcourse.parallel.apply import unwrap
+from vlmcourse.parallel.context import without_context
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.pipelined import PipelinedModel
-from vlmcourse.train.accumulate import count_tokens, micro_batch_loss_sum
+from vlmcourse.train.accumulate import micro_batch_loss_sum, sum_weights
+from vlmcourse.train.optimizer import freeze_towers
 from vlmcourse.train.precision import prepare_weights
 
 if TYPE_CHECKING:
@@ -46,7 +52,8 @@ class NonFinite:
     phase: str
     """input, weights, forward, loss or backward."""
     module: str
-    """Path of the module, the name of the weight, or the field of the batch; empty in a loss outside of all modules."""
+    """Path of the module, the name of the weight, or the field of the batch; empty in a loss outside of all modules. In
+    a backward outside of all, such as that of a cast of the logits: the module that the gradient is on its way to."""
     op: str
     """The operation, such as "mm" or "log"; empty for inputs and weights."""
     what: str
@@ -85,11 +92,13 @@ def find_nonfinite(
         Where it happens, or None if loss and all gradients are finite.
 
     Raises:
-        ValueError: if the model is distributed in pieces; `find_in_step` is for those.
+        ValueError: if the model or its sequences are distributed in pieces; `find_in_step` is for those.
     """
     plain = unwrap(model)
-    if isinstance(plain, PipelinedModel) or any(isinstance(p, DTensor) for p in plain.parameters()):
+    if _is_in_pieces(plain):
         raise ValueError("this model is stored in pieces, which no rank can run alone: use find_in_step(trainer)")
+    if isinstance(plain, VLM) and plain.language.take_part is not None:
+        raise ValueError("each rank has a part of each sequence (cp above 1), so none can run alone: use find_in_step")
     found = _look_at_inputs(plain, batch) or _look_at_weights(plain, batch)
     if found is not None:
         return found
@@ -121,8 +130,12 @@ class _Watch(TorchDispatchMode):
         self.first: tuple[str, str, str, str] | None = None
         self.failed = False
         self._modules = ModuleTracker()
+        self._made_by: dict[Any, str] = {}
+        """Path of the innermost module that returned a tensor, by the tensor's node in the graph of autograd."""
 
     def __enter__(self) -> _Watch:
+        # Before the tracker enters: its own hook takes the module off the list of those that run.
+        self._hook = register_module_forward_hook(self._remember)
         self._modules.__enter__()
         super().__enter__()
         return self
@@ -130,6 +143,25 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._modules.__exit__(*error)
+        self._hook.remove()
+        self._made_by.clear()
+
+    def _remember(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        path = innermost(self._modules)
+        for tensor in tree_leaves(output):
+            if path and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                self._made_by.setdefault(tensor.grad_fn, path)
+
+    def _nearest(self, node: Any) -> str:
+        """Return the module whose result is nearest to a node, on the way that gradients take; "" if there is none."""
+        queue, seen = deque([node]), set()
+        while queue:
+            if (node := queue.popleft()) in self._made_by:
+                return self._made_by[node]
+            if node not in seen:
+                seen.add(node)
+                queue.extend(after for after, _ in node.next_functions if after is not None)
+        return ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what comes out."""
@@ -139,9 +171,11 @@ class _Watch(TorchDispatchMode):
         if self.first is None and before is None and not name.strip("_").startswith(HARMLESS):
             bad = _first_bad(out)
             if bad is not None:
-                in_backward = torch._C._current_autograd_node() is not None
+                node = torch._C._current_autograd_node()  # None outside of backward
                 module = innermost(self._modules)
-                phase = "backward" if in_backward else "forward" if module else "loss"
+                phase = "forward" if module else "loss"
+                if node is not None:
+                    phase, module = "backward", module or self._nearest(node)
                 kind = "nan" if bool(torch.isnan(bad).any()) else "inf"
                 largest = max(
                     (float(t.detach().abs().amax()) for t in _floats((args, kwargs)) if t.numel()), default=0.0
@@ -210,32 +244,54 @@ def take_sample(batch: Batch, row: int) -> Batch:
 def find_in_step(trainer: Trainer) -> list[str]:
     """Look into the present step of a trainer, under any strategy; all ranks must call this.
 
-    Where weights are in pieces, every rank first gathers a whole copy of them, so this is for models that fit.
+    Where weights are in pieces, every rank first gathers a whole copy of them, so this is for models that fit. Under
+    context parallelism every rank looks at whole sequences. So all forward passes are a rank's own: ranks need not
+    agree on how many to make.
 
     Args:
         trainer: as it was when the step failed.
 
     Returns:
         One sentence for each rank that found something, beginning with its number; the same list on every rank.
-    Communicates: an all-gather of the weights where they are in pieces, and one of the sentences.
+    Communicates: an all-gather of the weights where they are in pieces, a sum of 8 bytes, and an all-gather of the
+        sentences.
     """
-    ranks, config = trainer.ranks, trainer.config
+    ranks, train = trainer.ranks, trainer.config.train
     model = unwrap(trainer.model)
-    if trainer.place.layout.dp_shard * trainer.place.layout.tp * trainer.place.layout.pp > 1:
-        state = gather_plain_state(trainer.model, trainer.shape)
-        model = build_model(trainer.shape, device="cpu", seed=config.run.seed)
-        prepare_weights(model, config, ranks.device)
-        model.load_state_dict(state)
-        model.to(ranks.device)
+    alone: AbstractContextManager[object] = nullcontext()
+    if _is_in_pieces(model):
+        model = _copy_whole(trainer)
+    elif isinstance(model, VLM) and model.language.take_part is not None:
+        alone = without_context(model)
     said, batches = "", trainer.load_step(trainer.step)
-    loss_scale = trainer.scaler.scale / max(1.0, count_tokens(batches, ranks, trainer.place.layout).supervised)
-    for number, batch in enumerate(batches):
-        found = find_nonfinite(model, batch.to(ranks.device), config.train.precision, loss_scale=loss_scale)
-        if found is not None:
-            said = f"rank {ranks.rank}, step {trainer.step}, micro-batch {number}: {found}"
-            break
+    weights = sum_weights(batches, ranks, trainer.place.layout, train.loss_weighting)
+    loss_scale = trainer.scaler.scale / (weights or 1.0)
+    loss_of = partial(micro_batch_loss_sum, precision=train.precision, weighting=train.loss_weighting)
+    with alone:
+        for number, batch in enumerate(batches):
+            found = find_nonfinite(
+                model, batch.to(ranks.device), train.precision, loss_scale=loss_scale, loss_of=loss_of
+            )
+            if found is not None:
+                said = f"rank {ranks.rank}, step {trainer.step}, micro-batch {number}: {found}"
+                break
     everyone: list[Any] = [said]
     if ranks.world_size > 1:
         everyone = [None] * ranks.world_size
         dist.all_gather_object(everyone, said)
     return [sentence for sentence in everyone if sentence]
+
+
+def _is_in_pieces(model: nn.Module) -> bool:
+    return isinstance(model, PipelinedModel) or any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _copy_whole(trainer: Trainer) -> VLM:
+    """Build a plain model with the weights, formats and frozen towers of a trainer's; all ranks must call this."""
+    config, device = trainer.config, trainer.ranks.device
+    state = gather_plain_state(trainer.model, trainer.shape)
+    model = build_model(trainer.shape, device="cpu", seed=config.run.seed)
+    freeze_towers(model, config.model.freeze)
+    prepare_weights(model, config, device)
+    model.load_state_dict(state)
+    return model.to(device)

@@ -46,6 +46,7 @@ def normalize(name: str, ranks: Ranks) -> dict[str, float]:
         "variance": relative_error(synced.running_var.double(), exact.running_var),
     }
     if affine:
+        assert synced.weight.grad is not None and exact.weight.grad is not None
         total = synced.weight.grad.double()
         dist.all_reduce(total)
         off["weight"] = relative_error(total, exact.weight.grad)

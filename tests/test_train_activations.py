@@ -339,15 +339,16 @@ def test_offloading_moves_each_tensor_once_and_no_weights() -> None:
 
 def test_offloading_under_autocast_moves_no_casts_of_weights() -> None:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64, bias=False))
+    last = nn.Linear(64, 64, bias=False)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), last)
     x = torch.randn(32, 64)
 
     def forward() -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return layers(x) + layers[2](x)  # a weight of two uses
+            return layers(x) + last(x)  # a weight of two uses
 
     forward().float().square().sum().backward()
-    expected = [p.grad.clone() for p in layers.parameters()]
+    expected = [gradient_of(p).clone() for p in layers.parameters()]
     layers.zero_grad()
     offloading = Offloading()
     with offloading.hooks():
@@ -355,11 +356,11 @@ def test_offloading_under_autocast_moves_no_casts_of_weights() -> None:
     # In bf16: the input, cast for each of two uses, and tanh's output, which is the second layer's input.
     assert offloading.moved_bytes == 3 * x.numel() * 2
     y.float().square().sum().backward()
-    assert all(torch.equal(p.grad, want) for p, want in zip(layers.parameters(), expected, strict=True))
+    assert all(torch.equal(gradient_of(p), want) for p, want in zip(layers.parameters(), expected, strict=True))
     with offloading.hooks():
         y = forward()
     with torch.no_grad():
-        layers[2].weight.mul_(2)
+        last.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"a weight of \[64, 64\] was changed between forward and backward"):
         y.float().sum().backward()
 

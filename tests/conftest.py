@@ -1,7 +1,8 @@
-"""The order of the files, and the marker `gpu(n)`: a test that needs n GPUs is skipped where there are fewer."""
+"""The order of the files, one thread a test, and the marker `gpu(n)`: skip a test where there are fewer than n GPUs."""
 
 from __future__ import annotations
 
+import sys
 from itertools import chain, zip_longest
 
 import pytest
@@ -21,6 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the test's fixtures are built: they may need the GPUs too
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    use_one_thread()
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return
@@ -29,6 +31,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     num_needed, num_gpus = marker.args[0], count_gpus()
     if num_gpus < num_needed:
         pytest.skip(f"needs {num_needed} GPU(s), this machine has {num_gpus}")
+
+
+def use_one_thread() -> None:
+    """Let torch compute with one thread, as the tests' ranks do, whatever an earlier test left.
+
+    Sums over two threads round otherwise: bf16 gradients then differ in their last bit from those of a rank.
+    """
+    if "torch" in sys.modules:  # tests of the planner do without
+        sys.modules["torch"].set_num_threads(1)
 
 
 def count_gpus() -> int:

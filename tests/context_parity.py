@@ -24,7 +24,6 @@ from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.precision import autocast
 
-torch.set_num_threads(1)
 METHODS = ("ring", "allgather", "ulysses")
 ORDERS = ("zigzag", "contiguous")
 MODEL_KINDS = [

@@ -25,7 +25,6 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import MODELS, VLMShape
 from vlmcourse.train.trainer import Trainer
 
-torch.set_num_threads(1)  # the model is too small for more
 GLOBAL_BATCH_SIZE = 8
 NUM_STEPS = 5
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}

@@ -17,7 +17,6 @@ from vlmcourse.presets import VLMShape
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import clip_global_norm
 
-torch.set_num_threads(1)
 LOSS_SCALE = 0.02
 MAX_GRAD_NORM = 0.3
 """Below what is measured at every step, so that clipping is active."""

@@ -27,7 +27,6 @@ from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import build_optimizer, clip_global_norm, freeze_towers
 from vlmcourse.train.precision import autocast
 
-torch.set_num_threads(1)
 NUM_STEPS = 3
 BATCH_SIZE = 4
 NUM_POSITIONS = 56

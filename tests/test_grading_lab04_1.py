@@ -34,7 +34,6 @@ from vlmcourse.monitor.activations import ActivationMeter
 EXERCISE = "lab04_1"
 POINTS = {"lab04_1_small": 3, "lab04_1_large": 3, "lab04_1_run_test": 6}
 pytestmark = pytest.mark.timeout(300)
-torch.set_num_threads(1)
 
 
 def read_cases() -> dict[str, dict[str, tuple[int, ...]]]:

@@ -6,14 +6,11 @@ import re
 
 import nbformat
 import pytest
-import torch
 from lab_cells import ROOT
 
 from vlmcourse.labs import ch04, chain
 from vlmcourse.planner.layer_activations import count_language_layer_bytes
 from vlmcourse.presets import get_model
-
-torch.set_num_threads(1)
 
 
 def read_cell(name: str) -> str:

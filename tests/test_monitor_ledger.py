@@ -28,7 +28,6 @@ from vlmcourse.recompute import plan_segments
 from vlmcourse.train.activations import cover_blocks
 
 TINY = get_model("tiny")
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

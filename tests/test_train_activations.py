@@ -36,7 +36,6 @@ pytestmark = pytest.mark.timeout(300)
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 TOLERANCE = 1e-6
 """Recomputation does the same arithmetic again: relative length of a difference, parameter by parameter."""
-torch.set_num_threads(1)
 
 
 def difference(gradients: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> float:

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from activations_cases import FOUR_RANKS, STRATEGIES, run_case, run_ledger
+from activations_cases import FOUR_RANKS, STRATEGIES, exact_gradients, run_case, run_ledger
 from batch_norm_cases import BATCH_NORM_INPUTS, normalize
 from combinations import divisible_shape
 from parity import AwkwardTrainer, Recording, awkward_samples, record
@@ -345,7 +345,7 @@ def recompute_under_hsdp(ranks: Ranks) -> dict[str, Any]:
     policies = STRATEGIES[FOUR_RANKS][2]
     found: dict[str, Any] = {f"hsdp | {policy}": run_case(FOUR_RANKS, policy, ranks) for policy in policies}
     for policy in policies:
-        found[f"exact | {policy}"] = run_case(FOUR_RANKS, policy, ranks, torch.float64)["gradients"][0]
+        found[f"exact | {policy}"] = exact_gradients(FOUR_RANKS, policy, ranks)
     return found | {"ledger": run_ledger(FOUR_RANKS, ranks)}
 
 

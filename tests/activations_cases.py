@@ -91,8 +91,8 @@ def deep_shape() -> VLMShape:
     return dataclasses.replace(shape, vision=vision, language=language)
 
 
-def run_case(strategy: str, policy: str, ranks: Ranks, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Make a step with weights of some type; return loss, whole gradients, collectives, and the most that was kept."""
+def build_case(strategy: str, policy: str, ranks: Ranks, dtype: torch.dtype = torch.float32) -> AwkwardTrainer:
+    """Return the trainer of a case, its weights of some type; every step of all cases has the same eight samples."""
     parallel, keys, _ = STRATEGIES[strategy]
     num_samples = 8 // (
         ranks.world_size if parallel.get("strategy", "single") != "single" and "cp" not in parallel else 1
@@ -110,7 +110,7 @@ def run_case(strategy: str, policy: str, ranks: Ranks, dtype: torch.dtype = torc
         "activations": POLICIES[policy],
     }
     samples = awkward_samples()
-    trainer = AwkwardTrainer(
+    return AwkwardTrainer(
         parse_config(table, keys),
         ranks,
         model=build_model(deep_shape(), dtype=dtype, seed=1 + ranks.rank if "pp" not in parallel else 1),
@@ -118,6 +118,22 @@ def run_case(strategy: str, policy: str, ranks: Ranks, dtype: torch.dtype = torc
         eval_data=samples[:4],
         show_progress=False,
     )
+
+
+def exact_gradients(strategy: str, policy: str, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of a case's first step in float64."""
+    trainer = build_case(strategy, policy, ranks, torch.float64)
+    found: dict[str, torch.Tensor] = {}
+    trainer.before_update.append(
+        lambda trainer: found.update(gather_plain_state(trainer.model, trainer.shape, gradients=True))
+    )
+    trainer.train_step()
+    return found
+
+
+def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
+    """Make a step; return its loss, whole gradients, collectives, and the most that was kept."""
+    trainer = build_case(strategy, policy, ranks)
     gradients: list[dict[str, torch.Tensor]] = []
     calls: dict[str, int] = {}
     with ActivationMeter() as meter, CollectiveCounter() as counter:

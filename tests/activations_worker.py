@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from activations_cases import FOUR_RANKS, LEDGERS, STRATEGIES, is_exact, run_case, run_ledger
+from activations_cases import FOUR_RANKS, LEDGERS, STRATEGIES, exact_gradients, is_exact, run_case, run_ledger
 
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
@@ -24,9 +24,8 @@ def main(folder: Path, only: str = "") -> None:
                 found[f"{strategy} | {policy}"] = run_case(strategy, policy, ranks)
             except (ValueError, RuntimeError, AssertionError):
                 found[f"{strategy} | {policy}"] = traceback.format_exc()
-            if is_exact(strategy):
-                exact = run_case(strategy, policy, ranks, torch.float64)
-                found[f"exact | {strategy} | {policy}"] = exact["gradients"][0]
+            if is_exact(strategy) and policy != "none":
+                found[f"exact | {strategy} | {policy}"] = exact_gradients(strategy, policy, ranks)
     if not only:
         found |= {f"ledger | {strategy}": run_ledger(strategy, ranks) for strategy in LEDGERS}
     torch.save(found, folder / f"rank{ranks.rank}.pt")

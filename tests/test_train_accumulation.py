@@ -134,7 +134,7 @@ def test_with_every_micro_batch_shards_are_exchanged_and_copies_still_once(found
 def test_what_waiting_costs_is_what_was_computed(found: dict[str, Any]) -> None:
     counts = found["counts"]
     whole_bytes = 4 * counts["ddp", 3][0]["parameters"]
-    for strategy in ("ddp", "fsdp", "fsdp, every", "hsdp", "hsdp, every"):
+    for strategy in ("ddp", "fsdp", "fsdp, every", "hsdp", "hsdp, every", "cp (allgather), fsdp", "cp, hsdp"):
         for of_rank in counts[strategy, 3]:
             assert of_rank["held"][:2] == [of_rank["estimate"]] * 2, strategy
     assert {of_rank["estimate"] for of_rank in counts["fsdp", 3]} == {whole_bytes}

@@ -187,12 +187,19 @@ def find_exchanges(model: nn.Module, calls: list[CollectiveCall]) -> list[Collec
         calls: what a `CollectiveCounter` saw.
 
     Returns:
-        DDP's all-reduces, and FSDP's reduce-scatters and all-reduces. Context parallelism and SyncBatchNorm call some
-        of the same kind in the same groups, for activations; these say so, and are left out.
+        DDP's all-reduces, FSDP's reduce-scatters and all-reduces, and all of these of a DeepSpeed engine of ZeRO-0 or
+        1; none of an engine that keeps no whole gradients (ZeRO-2 and 3): it must exchange with every micro-batch.
+        Context parallelism and SyncBatchNorm call some of the same kind in the same groups, for activations; these say
+        so, and are left out.
     """
     if isinstance(model, DistributedDataParallel):
         group: Any = model.process_group
         wanted = {("all-reduce", group.group_name)}
+    elif is_engine(model):
+        engine: Any = model
+        name = engine.seq_data_parallel_group.group_name
+        keeps_whole = not engine.zero_optimization_partition_gradients()
+        wanted = {(kind, name) for kind in ("all-reduce", "reduce", "reduce-scatter") if keeps_whole}
     else:
         wanted = set()
         for group in _param_groups(model):

@@ -167,8 +167,8 @@ WRONG_CHOICES = {
 # --- c. The step ----------------------------------------------------------------------------------------------------
 
 
-def _sum_of(model, inputs, labels):
-    logits = model(inputs)
+def _sum_of(model, inputs, labels, shift=0):
+    logits, labels = model(inputs)[:, : labels.shape[1] - shift], labels[:, shift:]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
@@ -183,7 +183,8 @@ def _make_step(
     over_steps=False,
     step="once",
     skip=False,
-    swap=False,
+    shift=0,
+    norm=1.0,
 ):
     """Return a step that is right, but for what the arguments change."""
 
@@ -211,13 +212,11 @@ def _make_step(
             quiet = {"but last": not is_last, "never": False, "always": True, "but first": i > 0}[silence]
             with model.no_sync() if quiet else contextlib.nullcontext():
                 if reduction == "mean":
-                    loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
-                    loss = loss if (labels != -100).any() else loss.detach() * 0 + _sum_of(model, inputs, labels) * 0
-                    loss = loss.nan_to_num() / steps
+                    loss = _sum_of(model, inputs, labels) / (labels != -100).sum().clamp(min=1) / steps
                 elif reduction == "plain mean":
                     loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / steps
                 else:
-                    loss = _sum_of(model, inputs, labels) / divisor
+                    loss = _sum_of(model, inputs, labels, shift) / divisor
                     loss = loss / steps if over_steps else loss
                 (loss * num_ranks if factor else loss).backward()
             total, last_part = total + loss.detach(), loss.detach()
@@ -226,7 +225,7 @@ def _make_step(
             if step == "each time":
                 optimizer.step()
         if clip == "once":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm * max_norm)
         if step == "once":
             optimizer.step()
         part = last_part if returns == "last" else total
@@ -301,7 +300,7 @@ def step_with_an_exit_stack(model, optimizer, micro_batches, max_norm):
                 stack.close()
             each = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="none")
             (each.sum() * share).backward()
-            losses.append(each.sum().detach() * share)
+            losses.append(each.sum() * share)  # still with its graph, whose activations backward has freed
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     dist.all_gather_object(everyone, float(sum(losses)))
@@ -346,7 +345,85 @@ def returns_nothing(model, optimizer, micro_batches, max_norm):
     _make_step()(model, optimizer, micro_batches, max_norm)
 
 
+def _count_all(batches):
+    tokens = torch.tensor(float(sum((labels != -100).sum() for _, labels in batches)))
+    dist.all_reduce(tokens)
+    return tokens
+
+
+def _finish(model, optimizer, loss, max_norm):
+    """Clip, step, and return the loss of all ranks."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def one_large_forward(model, optimizer, micro_batches, max_norm):
+    """Accumulates nothing: all micro-batches become one."""
+    optimizer.zero_grad()
+    inputs, labels = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    loss = _sum_of(model, inputs, labels) / _count_all(micro_batches)
+    (loss * dist.get_world_size()).backward()
+    return _finish(model, optimizer, loss, max_norm)
+
+
+def losses_are_added_up(model, optimizer, micro_batches, max_norm):
+    """One backward for all micro-batches, whose activations wait for it."""
+    optimizer.zero_grad()
+    *others, last = micro_batches
+    loss = sum(_sum_of(model.module, *batch) for batch in others) + _sum_of(model, *last)
+    loss = loss / _count_all(micro_batches)
+    (loss * dist.get_world_size()).backward()
+    return _finish(model, optimizer, loss, max_norm)
+
+
+def forward_stands_outside(model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    tokens, total = _count_all(micro_batches), torch.zeros(())
+    for i, batch in enumerate(micro_batches):
+        loss = _sum_of(model, *batch) / tokens
+        with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            (loss * dist.get_world_size()).backward()
+        total += loss.detach()
+    return _finish(model, optimizer, total, max_norm)
+
+
+def each_micro_batch_by_its_own_count(model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for i, batch in enumerate(micro_batches):
+        tokens = _count_all([batch]).clamp(min=1) * len(micro_batches)
+        with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            loss = _sum_of(model, *batch) / tokens
+            (loss * dist.get_world_size()).backward()
+        total += loss.detach()
+    return _finish(model, optimizer, total, max_norm)
+
+
+def clipped_before_the_exchange(model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    tokens, total = _count_all(micro_batches), torch.zeros(())
+    with model.no_sync():
+        for batch in micro_batches:
+            loss = _sum_of(model, *batch) / tokens
+            loss.backward()
+            total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return _finish(model, optimizer, total, 1e9)
+
+
 WRONG_STEPS = {
+    "one large forward": (one_large_forward, "is the memory of a larger batch, not accumulation"),
+    "losses added up": (losses_are_added_up, "is the memory of a larger batch, not accumulation"),
+    "forward outside": (forward_stands_outside, "Forward *and* backward of all micro-batches but the last"),
+    "labels shifted": (_make_step(shift=1), "logits and labels are shifted against each other"),
+    "micro-batches by their own counts": (each_micro_batch_by_its_own_count, "its own supervised tokens, of all ranks"),
+    "clipped before the exchange": (clipped_before_the_exchange, "each rank clips its own gradient"),
+    "clipped to half the norm": (_make_step(norm=0.5), "look at what you divide by, multiply with and clip to"),
     "mean of means": (_make_step(reduction="mean", factor=False), "a mean of means"),
     "plain mean": (_make_step(reduction="plain mean", factor=False), "a mean of means"),
     "DDP's average left in": (_make_step(factor=False), "DDP averages gradients over the ranks"),
@@ -356,7 +433,7 @@ WRONG_STEPS = {
     "samples": (_make_step(divide="samples"), "you divide by the number of samples"),
     "not divided": (_make_step(divide="nothing"), "not divided at all"),
     "over steps too": (_make_step(over_steps=True), "divided by the number of micro-batches too"),
-    "never silent": (_make_step(silence="never"), "gradients are exchanged"),
+    "never silent": (_make_step(silence="never"), "forward *and* backward of the others must stand inside"),
     "always silent": (_make_step(silence="always"), "nothing was exchanged"),
     "silent but first": (_make_step(silence="but first"), "no_sync is the wrong way round"),
     "not zeroed": (_make_step(zero="never"), "gradients of the step before are still there"),

@@ -21,6 +21,7 @@ from vlmcourse.grading.step_feedback import (
     MAX_SHOWN,
     explain_step_case,
     find_common_mistake,
+    is_accumulated,
     is_right,
     num_exchanges,
 )
@@ -267,18 +268,20 @@ def check_step(
 
 
 def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
-    """Print what was wrong in an answer's cases and return its points."""
-    earned, counts = 0.0, {"gradient": 0, "exchange": 0, "loss": 0}
+    """Print what was wrong in an answer's cases and return its points; a case that is not accumulated earns none."""
+    earned, num_accumulated, counts = 0.0, 0, {"gradient": 0, "exchange": 0, "loss": 0}
     shown: dict[str, list[str]] = {}
-    common = find_common_mistake(reports.cases)
+    common, common_loss = find_common_mistake(reports.cases), find_common_mistake(reports.cases, "loss")
     for case in reports.cases:
-        for key, sentence in explain_step_case(case, common).items():
+        for key, sentence in explain_step_case(case, common, common_loss).items():
             shown.setdefault(key, []).append(f"{case.case}: {sentence}")
         has_gradient = is_right(case, "gradient")
         exchanged_once = has_gradient and all(0.9 < number < 1.5 for number in num_exchanges(case))
         has_loss = is_right(case, "loss")
-        earned += SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
-        earned += SHARE_OF_LOSS * (has_gradient and has_loss)
+        shares = SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
+        shares += SHARE_OF_LOSS * (has_gradient and has_loss)
+        earned += shares * is_accumulated(case)
+        num_accumulated += is_accumulated(case)
         for name, value in (("gradient", has_gradient), ("exchange", exchanged_once), ("loss", has_loss)):
             counts[name] += value
     for sentences in list(shown.values())[:MAX_SHOWN]:
@@ -287,5 +290,7 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
         if reports.failure and all(case.is_done for case in reports.cases):
             print(f"The ranks did not come to an end: {reports.failure}")
         print(f"{num_cases - len(reports.cases)} more cases were not run")
+    if num_accumulated < len(reports.cases):
+        print(f"only cases that accumulate earn points: {num_accumulated} of {num_cases}")
     print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))
     return award(points, earned / (SHARE_OF_GRADIENT + SHARE_OF_EXCHANGE + SHARE_OF_LOSS), num_cases)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from vlmcourse.batch import effective_batch_size, nearest_accumulation
+
 # --- a. Samples of a step -------------------------------------------------------------------------------------------
 
 
@@ -68,6 +70,11 @@ WRONG_BATCHES = {
     "no cp": (_checked(lambda m, a, n, t, p, c: m * a * n // (t * p)), "counted context-parallel ranks"),
     "no pp": (_checked(lambda m, a, n, t, p, c: m * a * n // (t * c)), "counted the stages of a pipeline"),
     "no tp": (_checked(lambda m, a, n, t, p, c: m * a * n // (p * c)), "counted tensor-parallel ranks"),
+    "largest degree": (_checked(lambda m, a, n, t, p, c: m * a * n // max(t, p, c)), "the largest degree only"),
+    "the package's": (
+        _checked(lambda m, a, n, t, p, c: effective_batch_size(m, a, n // (t * p * c))),
+        "use plain arithmetic",
+    ),
     "sum of degrees": (_checked(lambda m, a, n, t, p, c: m * a * n // (t + p + c)), "the sum of the degrees"),
     "sum of factors": (_checked(lambda m, a, n, t, p, c: m + a + n // (t * p * c)), "added the three factors"),
     "over accumulation": (_checked(lambda m, a, n, t, p, c: m * n // (t * p * c) / a), "divided by the accumulation"),
@@ -133,6 +140,24 @@ def _both_everywhere(*case):
     return [(s, s * samples - case[0]) for s in (case[0] // samples, case[0] // samples + 1)]
 
 
+def _round(target, micro_batch, num_gpus, tp, pp, cp):
+    return micro_batch * num_gpus // (tp * pp * cp)
+
+
+def _three(*case, always=True):
+    samples = _round(*case)
+    below, rest = divmod(case[0], samples)
+    if rest and not always:
+        return reach_by_divmod(*case)
+    return [(s, s * samples - case[0]) for s in (below - 1, below, below + 1) if s > 0]
+
+
+def _nearest_two(*case):
+    samples = _round(*case)
+    choices = sorted(((s, s * samples - case[0]) for s in range(1, case[0] + 3)), key=lambda pair: abs(pair[1]))
+    return choices[: 2 if case[0] % samples else 1]
+
+
 def _with_zero(*case):
     samples = case[1] * case[2] // math.prod(case[3:])
     return [(s, s * samples - case[0]) for s in {case[0] // samples, -(-case[0] // samples)}]
@@ -160,6 +185,34 @@ WRONG_CHOICES = {
             reach_by_divmod(*case) if len(reach_by_divmod(*case)) == 1 and not reach_by_divmod(*case)[0][1] else []
         ),
         "you gave nothing where the target does not divide",
+    ),
+    "no cp": (_with_samples(lambda m, n, t, p, c: m * n // (t * p)), "counted context-parallel ranks"),
+    "tp only": (_with_samples(lambda m, n, t, p, c: m * n // t), "divided by tp only"),
+    "largest degree": (_with_samples(lambda m, n, t, p, c: m * n // max(t, p, c)), "the largest degree only"),
+    "sum of degrees": (_with_samples(lambda m, n, t, p, c: m * n // (t + p + c)), "the sum of the degrees"),
+    "turned round": (_mapped(lambda case, s, e: (e, s)), "your pairs are turned round"),
+    "in micro-batches": (_mapped(lambda case, s, e: (s, e // case[1])), "your error is not in samples"),
+    "in rounds": (
+        _mapped(lambda case, s, e: (s, e * math.prod(case[3:]) / case[1] / case[2])),
+        "your error is not in samples",
+    ),
+    "neighbors besides": (lambda *case: _three(*case, always=False), "you gave more than the nearest choices"),
+    "three everywhere": (_three, "you gave more than the nearest choices"),
+    "nearest two": (_nearest_two, "nothing lies below"),
+    "two above": (
+        lambda *case: [(s, s * _round(*case) - case[0]) for s in (-(-case[0] // _round(*case)) + k for k in (0, 1))],
+        "both reach the target",
+    ),
+    "rounded": (
+        lambda *case: [(round(case[0] / _round(*case)), round(case[0] / _round(*case)) * _round(*case) - case[0])],
+        "you gave the nearer one",
+    ),
+    "the package's": (
+        lambda *case: [
+            (choice.accumulation_steps, choice.error)
+            for choice in nearest_accumulation(case[0], case[1], case[2] // math.prod(case[3:]))
+        ],
+        "use plain arithmetic",
     ),
     "a number": (lambda *case: reach_by_divmod(*case)[0][0], "return a list of pairs"),
 }

@@ -16,6 +16,7 @@ from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
 from vlmcourse.grading.checks import Asked, Outcome, as_number, ask_each, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
 from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.plain import call_plainly
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import (
     MAX_SHOWN,
@@ -114,7 +115,7 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
     asked = ask_each(
         "batch_size",
         make_batch_cases(seed, num_cases),
-        lambda case: call(function, case.micro_batch, case.accumulation, *case.cluster),
+        lambda case: _ask(function, case.micro_batch, case.accumulation, *case.cluster),
         _judge_batch,
     )
     if asked is None:
@@ -124,6 +125,10 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
         function, (2, 8, 12, 2, 4, 1), "tp=2 and pp=4 on 12 GPUs"
     )
     return award(points, asked.earned + 2 * refused, num_cases + 2) if asked.earned else 0.0
+
+
+def _ask(function: Any, *args: int) -> Outcome:
+    return call_plainly(function, *args, module="vlmcourse.batch")
 
 
 def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float, str]:
@@ -136,7 +141,7 @@ def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float
 
 def _refuses(function: Any, arguments: tuple[int, ...], what: str) -> bool:
     """Tell whether a cluster that its degrees do not divide is refused."""
-    outcome = call(function, *arguments)
+    outcome = _ask(function, *arguments)
     if not outcome.error.startswith("ValueError"):
         got = outcome.error or f"{outcome.value!r:.60} was returned"
         print(f"{what}: raise a ValueError, the product of the degrees does not divide the GPUs ({got})")
@@ -195,7 +200,7 @@ def check_accumulation(function: Any, points: float, seed: int, num_cases: int =
     asked = ask_each(
         "accumulation_for",
         make_batch_cases(seed, num_cases),
-        lambda case: call(function, case.target, case.micro_batch, *case.cluster),
+        lambda case: _ask(function, case.target, case.micro_batch, *case.cluster),
         _judge_pairs,
     )
     if asked is None:

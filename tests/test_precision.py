@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from precision_worker import build, precision_config
+from precision_cases import ALONE, build, precision_config
 from torch import nn
 
 from vlmcourse.config import PRECISIONS
@@ -19,7 +19,6 @@ from vlmcourse.labs import ch03
 from vlmcourse.monitor.exponents import count_exponents, gradient_exponents
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.op_dtypes import OpRecorder, measure_autocast_policy
-from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner import TRAINED, choose_precision, get_device, precision_problem
 from vlmcourse.planner.formats import FORMATS
 from vlmcourse.train import precision
@@ -29,7 +28,6 @@ from vlmcourse.train.nan_finder import find_nonfinite
 from vlmcourse.train.rounding import rounding_key, stochastic_round
 from vlmcourse.train.scaler import LossScaler
 
-ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 CPU = torch.device("cpu")
 DTYPES = {
     "fp32": torch.float32,

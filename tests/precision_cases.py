@@ -125,7 +125,7 @@ def run_with_policy(strategy: str, precision: str, policy: str, ranks: Ranks) ->
 
 def questions() -> list[Sample]:
     """Return eight samples that can be learned by heart: a word to repeat, and a word to a picture."""
-    pictures, words = DigitsDataset(8, 0, "train"), ("left", "seven", "3", "top", "no", "12", "right", "many")
+    pictures, words = DigitsDataset(8, 0, "train"), ("left", "73", "3", "top", "sum", "digit", "right", "many")
     samples = []
     for i, word in enumerate(words):
         images = pictures[i].images if i % 2 else ()

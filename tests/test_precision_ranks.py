@@ -119,11 +119,16 @@ def test_a_resumed_run_goes_on_to_the_same_bits(found: list[dict[str, Any]], str
         assert found[0]["resume"][strategy, precision]["scalers"][0]["num_skipped"] == 1
 
 
+@pytest.fixture(scope="module")
+def answered(learned: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    return {precision: answer("single", precision, learned, ALONE) for precision in {*sum(ANSWERS.values(), ())}}
+
+
 @pytest.mark.parametrize(("strategy", "precision"), [(s, p) for s, every in ANSWERS.items() for p in every])
 def test_ranks_answer_as_one_process_does(
-    found: list[dict[str, Any]], learned: dict[str, torch.Tensor], strategy: str, precision: str
+    found: list[dict[str, Any]], answered: dict[str, dict[str, Any]], strategy: str, precision: str
 ) -> None:
-    expected = answer("single", precision, learned, ALONE)
+    expected = answered[precision]
     assert expected["exact"] == (11, 8), "it has learned its eight answers, and three are asked for with wrong ones"
     for of_rank in found:
         seen = of_rank["answers"][strategy, precision]

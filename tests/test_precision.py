@@ -8,6 +8,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 
@@ -278,7 +279,12 @@ def test_torchao_is_called_by_its_names_and_pads_the_tokens(monkeypatch: pytest.
 
     used: list[Float8LinearConfig] = []
 
-    def convert_to_float8_training(module, *, module_filter_fn=None, config=None):
+    def convert_to_float8_training(
+        module: nn.Module,
+        *,
+        module_filter_fn: Callable[[nn.Module, str], bool],
+        config: Float8LinearConfig,
+    ) -> nn.Module:
         used.append(config)
         for name, layer in module.named_modules():
             if isinstance(layer, nn.Linear) and module_filter_fn(layer, name):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from ex04_3_answers import bias_of, by_limits
+from ex04_3_facts import bias_of
+from ex04_3_survivors import by_limits
 
 
 def search(towers, formats, max_lost, headroom, spare=0):

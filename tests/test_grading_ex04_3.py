@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from ex04_3_answers import FACTS_RIGHT, FACTS_WRONG, SURVIVORS_BY_REGION, SURVIVORS_RIGHT, SURVIVORS_WRONG
 from ex04_3_choices import CHOICE_GUESSES, CHOICE_RIGHT, CHOICE_WRONG, all_in_one, no_headroom, search
+from ex04_3_facts import FACTS_RIGHT, FACTS_WRONG, WRONG_BIASES
+from ex04_3_survivors import SURVIVORS_BY_REGION, SURVIVORS_RIGHT, SURVIVORS_WRONG
 from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse.grading import choice_feedback, ex04_3
@@ -75,6 +76,15 @@ def test_a_wrong_fact_costs_its_points_and_is_explained(name, function, fact, wo
     said = capsys.readouterr().out
     assert f"{fact} of " in said and words in said
     assert "the highest stored exponent is kept" in said or name != "top exponent used" or "NaN" in said
+
+
+@pytest.mark.parametrize("tests", SEEDS)
+@pytest.mark.parametrize(("function", "words"), WRONG_BIASES)
+def test_a_wrong_bias_is_named_once_and_nothing_else_is_blamed(function, words: str, tests: str, capsys) -> None:
+    assert grade_facts(function, tests) == 2
+    first, *others = capsys.readouterr().out.splitlines()
+    assert "the bias is 2^(e-1) - 1, " + words in first
+    assert len(others) == 4 and all(re.fullmatch(r"\w+ of [^:]* is not \S+", line) for line in others[:3]), others
 
 
 @pytest.mark.parametrize("tests", SEEDS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from vlmcourse.grading.checks import Outcome, award, call, explain_signature
 from vlmcourse.grading.choice_cases import GROUPS, Choice, make_choices
-from vlmcourse.grading.choice_feedback import explain_choices
+from vlmcourse.grading.choice_feedback import broken_rule, explain_choices
 from vlmcourse.grading.fact_feedback import BIASED, FACT_MISTAKES, explain, explain_bias
 from vlmcourse.grading.format_cases import FACTS, Gradients, facts_of, make_formats, make_gradients
 from vlmcourse.grading.format_feedback import explain_fates
@@ -204,7 +204,10 @@ def _choice_problem(case: Choice, outcome: Outcome) -> str:
     answer = _read_choice(outcome)
     if isinstance(answer, str):
         return answer
-    return "" if answer == case.answer() else f"not {answer}"
+    if answer == case.answer():
+        return ""
+    reason = broken_rule(case, answer)
+    return f"not {answer}" + (f": {reason}" if reason else "")
 
 
 def _read_choice(outcome: Outcome) -> tuple[str, int] | None | str:

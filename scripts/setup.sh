@@ -60,6 +60,10 @@ if ! .venv/bin/python -c 'import pip' >/dev/null 2>&1 || ! is_new_enough .venv/b
     "$python" -m venv .venv
 fi
 
+# DeepSpeed comes as source. Its compiled operations are left out, whatever the environment says: they need a compiler, and
+# the course uses none of them.
+export DS_BUILD_OPS=0
+
 log=.venv/setup.log
 show_that_it_lives &
 heartbeat=$!

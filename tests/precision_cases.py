@@ -41,7 +41,7 @@ CUT = ("bf16", "fp16", "bf16_master", "bf16_pure")
 """All that compute in 16 bits: these go with tp, pp and cp."""
 RUNS = {
     "ddp": EVERY,
-    "zero1": ("bf16", *EVERY),
+    "zero1": EVERY,
     "zero2": ("fp32", "bf16", *EVERY),
     "fsdp": EVERY,
     "tp": CUT[1:],

@@ -85,7 +85,9 @@ def overflow(strategy: str, ranks: Ranks) -> dict[str, Any]:
 
 def resume(strategy: str, precision: str, folder: str, ranks: Ranks) -> dict[str, Any]:
     """Train three steps and save after two of them; make the third in another run too. The second step overflows."""
-    config = precision_config(strategy, precision, folder)
+    # The steps of tp cost by the micro-batch.
+    whole_batch = {"micro_batch_size": 8, "accumulation_steps": 1} if strategy == "tp" else {}
+    config = precision_config(strategy, precision, folder, **whole_batch)
 
     def step(trainer: AwkwardTrainer, number: int) -> float:
         with overflow_on(ranks, 0) if number == 1 and precision == "fp16" else contextlib.nullcontext():

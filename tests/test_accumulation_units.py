@@ -1,16 +1,13 @@
-"""Accumulation in one process: sizes of batches, weights of tokens, short groups, a DeepSpeed engine's double."""
+"""Accumulation in one process: sizes of batches, weights of tokens, short groups."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from parity import awkward_samples, build_trainer, check_gradient, parity_config, small_shape
+from parity import awkward_samples, build_trainer, parity_config, small_shape
 from torch import Tensor, nn
 
 from vlmcourse.batch import describe_batch, effective_batch_size, nearest_accumulation
@@ -21,9 +18,8 @@ from vlmcourse.labs import ch02
 from vlmcourse.layout import find_layout
 from vlmcourse.models.cnn import ConvTower, FrozenBatchNorm2d, freeze_batch_norms, measure_statistics
 from vlmcourse.models.vlm import build_model
-from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.parallel.sync import gradient_sync, is_engine
+from vlmcourse.parallel.sync import gradient_sync
 from vlmcourse.planner import Plan, estimate_rank_memory
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
@@ -162,57 +158,7 @@ def test_a_short_group_that_a_pipeline_cannot_run_is_refused_before_any_rank_wai
     assert build_sampler(config, plain, 25, 8).fewest_samples == 1
 
 
-# --- A DeepSpeed engine ---------------------------------------------------------------------------------------------
-
-
-class Engine(nn.Module):
-    """What this package asks of a DeepSpeed engine, of one process."""
-
-    def __init__(self, module: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.module, self.stage = module, stage
-        self.said: list[Any] = []
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
-        self.said.append(("backward", scale_wrt_gas))
-        (loss / 4 if scale_wrt_gas else loss).backward()
-
-    def step(self) -> None:
-        self.said.append("step")
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        self.said.append(is_boundary)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return bool(self.said[-1])
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.stage >= 2
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        assert not self.zero_optimization_partition_gradients(), "no_sync is for stages 0 and 1"
-        yield
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_is_told_which_micro_batch_is_the_last_and_never_divides_again(stage: int) -> None:
-    trainer = build_trainer(parity_config("single", 4, 1, "all towers"), ALONE, seed=0)
-    batches = trainer.load_step(0)
-    plain = build_model(small_shape(), seed=0)
-    engine = Engine(build_model(small_shape(), seed=0), stage)
-    assert is_engine(engine) and unwrap(engine) is engine.module and not is_engine(plain)
-    expected = accumulate_gradients(plain, batches, ALONE, "fp32")
-    done = accumulate_gradients(engine, batches, ALONE, "fp32")
-    assert done == expected
-    for (name, parameter), other in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
-        assert parameter.grad is not None and other.grad is not None
-        check_gradient(name, parameter.grad, other.grad, "fp32")
-    last = [("backward", False)]
-    assert engine.said == [False, *last, False, *last, False, *last, True, *last]
+# --- One process ----------------------------------------------------------------------------------------------------
 
 
 def test_a_plain_model_has_nothing_to_exchange() -> None:

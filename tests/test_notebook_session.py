@@ -13,8 +13,11 @@ import pytest
 from notebook_kernel import Kernel, loaded_kernel, wait_until
 
 from vlmcourse.notebook.fork_server import NUMBER
+from vlmcourse.notebook.jobs import Job
 from vlmcourse.notebook.rank_group import RankProcess
-from vlmcourse.notebook.starting import ForkedRank
+from vlmcourse.notebook.session import RankSession, SessionError
+from vlmcourse.notebook.session_commands import SessionCommands
+from vlmcourse.notebook.starting import ForkedRank, RankStarter
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(240)]
 
@@ -279,6 +282,25 @@ RankGroup.start = start
         assert kernel.processes() == []
     finally:
         kernel.close()
+
+
+def test_ranks_that_start_have_an_owner_whenever_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("prepare", "wait_until_ready"):
+        monkeypatch.setattr(RankStarter, name, lambda self: None)
+    commands = SessionCommands(RankStarter())
+
+    def start(self: RankSession, starter: RankStarter, job: Job) -> None:
+        assert commands.current is self
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RankSession, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        commands.start("-n 2")
+    assert commands.current is None
+    commands.current = RankSession(2, 60)  # as an interrupt just before the start leaves it
+    with pytest.raises(SessionError, match="there is no session: begin one"):
+        commands.get("%torchrun status")
+    assert commands.current is None
 
 
 def test_a_cell_past_its_time_leaves_a_usable_session_where_nothing_waits(session: Kernel) -> None:

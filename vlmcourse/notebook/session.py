@@ -70,17 +70,12 @@ class CellOutput(Protocol):
 class RankSession:
     """The ranks of one session, seen from the kernel."""
 
-    def __init__(self, nproc: int, timeout_s: float, starter: RankStarter, job: Job) -> None:
-        """Start the ranks; they are ready for cells when this returns.
+    def __init__(self, nproc: int, timeout_s: float) -> None:
+        """Prepare a session; `start` starts its ranks.
 
         Args:
             nproc: how many ranks.
             timeout_s: seconds that a cell may take unless it says otherwise.
-            starter: starts a rank.
-            job: an empty cell: what ranks need to know besides.
-
-        Raises:
-            RankFailure: if a rank could not start or the ranks did not meet; none is left running.
         """
         self.nproc = nproc
         self.timeout_s = timeout_s
@@ -96,6 +91,19 @@ class RankSession:
         self._cell_ends: dict[int, CellEnd] = {}
         self._end_mark = re.compile("$^")
         self._group = RankGroup(self._folder.path, self._on_line, self._on_progress, self._on_idle)
+
+    def start(self, starter: RankStarter, job: Job) -> None:
+        """Start the ranks; they are ready for cells when this returns.
+
+        Whoever calls this must hold the session already: an interrupt right after it leaves ranks that run.
+
+        Args:
+            starter: starts a rank.
+            job: an empty cell: what ranks need to know besides.
+
+        Raises:
+            RankFailure: if a rank could not start or the ranks did not meet; none is left running.
+        """
         try:
             self._start(starter, job)
         except BaseException:

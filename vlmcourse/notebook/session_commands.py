@@ -66,7 +66,8 @@ class SessionCommands:
         session = self.current
         if not session.is_alive:
             self.lose()
-        session.check_alive()
+            session.check_alive()
+            raise SessionError(f"{asked_by.split(' ')[0]}: {NOT_THERE}")  # it was stopped while it started
         return session
 
     def adapt(self, options: CellOptions) -> CellOptions:
@@ -116,7 +117,12 @@ class SessionCommands:
             sys_path=readable_path(),
             token="",
         )
-        self.current = RankSession(options.nproc, options.timeout_s, self._starter, job)
+        self.current = session = RankSession(options.nproc, options.timeout_s)
+        try:
+            session.start(self._starter, job)
+        except BaseException:
+            self.current = None
+            raise
         print(
             f"{options.nproc} ranks are ready after {time.monotonic() - started_s:.1f} s: %%torchrun cells run in them "
             "and keep their variables, until %torchrun stop"

@@ -171,8 +171,9 @@ def find_exchanges(model: nn.Module, calls: list[CollectiveCall]) -> list[Collec
         calls: what a `CollectiveCounter` saw.
 
     Returns:
-        DDP's all-reduces, and FSDP's reduce-scatters and all-reduces; none where the groups do not tell them from
-        those of context parallelism.
+        DDP's all-reduces, FSDP's reduce-scatters and all-reduces, and all of these of a DeepSpeed engine of ZeRO-0 or
+        1; none where the groups do not tell them from those of context parallelism, and none of an engine that keeps
+        no whole gradients (ZeRO-2 and 3): it must exchange with every micro-batch.
     """
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     if getattr(getattr(plain, "language", None), "take_part", None) is not None:
@@ -180,6 +181,11 @@ def find_exchanges(model: nn.Module, calls: list[CollectiveCall]) -> list[Collec
     if isinstance(model, DistributedDataParallel):
         group: Any = model.process_group
         wanted = {("all-reduce", group.group_name)}
+    elif is_engine(model):
+        engine: Any = model
+        name = engine.seq_data_parallel_group.group_name
+        keeps_whole = not engine.zero_optimization_partition_gradients()
+        wanted = {(kind, name) for kind in ("all-reduce", "reduce", "reduce-scatter") if keeps_whole}
     else:
         wanted = set()
         for group in _param_groups(model):

@@ -139,7 +139,7 @@ def record_run(function: Any, case: RunCase, *, allow_library: bool = False) -> 
     for tensor in (x, gradient, *(p for layer in layers for p in layer.parameters())):
         book.enter(tensor, OTHER)
     with _watch_library(record, allow_library), book:
-        output = function(layers, x, list(case.segments))
+        output = function(list(layers), x, list(case.segments))  # lists of its own, which it may use up
         record.kept = sum(size for owner, size in book.live_bytes.items() if owner != OTHER)
         record.calls_forward = [layer.num_calls for layer in layers]
         record.output = output.detach().clone() if isinstance(output, Tensor) else output

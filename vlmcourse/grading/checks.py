@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
-import io
 import math
 import numbers
 import random
@@ -24,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
+from vlmcourse.grading.traces import Printed, describe_place, places_of, show_printed
+
 DIGITS = 5
 """Significant digits in which two numbers must agree; whole numbers must agree in all."""
 NUDGE = 1.3e-6
@@ -31,6 +32,8 @@ NUDGE = 1.3e-6
 two roundings where the last bit of a float decides."""
 SEED = 20240
 CALL_LIMIT_S = 5.0
+ARITHMETIC = "the task needs arithmetic only"
+"""What a call that takes too long is told where a task says nothing of its own."""
 MAX_SHOWN = 3
 """Wrong cases that the feedback shows."""
 
@@ -39,8 +42,8 @@ def canonical(evaluate: Callable[[], object], seed: int = SEED) -> str:
     """Evaluate an expression from a fixed seed and return its value as text that equal values share.
 
     Numbers agree across int, float, numpy and 0-dimensional tensors; list and tuple are one; a dict's order does not
-    count; tensors are compared by shape, norm and three projections. What the expression prints is dropped, so that a
-    warning does not count as a failure.
+    count; tensors are compared by shape, norm and three projections. What the expression prints is kept for `finish`,
+    so that it is no output of its own: a warning does not count as a failure.
 
     Args:
         evaluate: called without arguments; the random generators of Python, numpy and torch (those in use) are seeded
@@ -51,8 +54,11 @@ def canonical(evaluate: Callable[[], object], seed: int = SEED) -> str:
         Text without quotes, backslashes and line breaks.
     """
     reseed(seed)
-    with quiet():
-        return describe(evaluate())
+    with quiet() as printed:
+        try:
+            return describe(evaluate())
+        finally:
+            _printed.append(printed.getvalue())
 
 
 def reseed(seed: int) -> None:
@@ -66,18 +72,21 @@ def reseed(seed: int) -> None:
 
 _problems: list[str] = []
 """What the AUTOTEST cell that runs now has found wrong so far."""
+_printed: list[str] = []
+"""What the learner's code printed in each line of that cell so far."""
 
 
 def begin() -> None:
     """Start an AUTOTEST cell: forget what an earlier one found."""
     _problems.clear()
+    _printed.clear()
 
 
 def require(evaluate: Callable[[], str], expected: str, message: str) -> None:
     """Run one AUTOTEST line: print and remember what is wrong, so that `finish` gives no points.
 
     A part that is not solved yet is named in one line. Any other error of the learner's code is raised, as its
-    traceback shows where.
+    traceback shows where. What the learner's code printed in the first wrong line follows.
 
     Args:
         evaluate: gives the canonical text of the learner's value, or a hash of it.
@@ -88,8 +97,12 @@ def require(evaluate: Callable[[], str], expected: str, message: str) -> None:
         got = evaluate()
     except NotImplementedError as error:
         if str(error):
+            show_printed((text, True) for text in _printed[-1:])
             raise
         problem = f"{_raising_function(error) or message.removesuffix(' is not right')} is not solved yet"
+    except BaseException:
+        show_printed((text, True) for text in _printed[-1:])
+        raise
     else:
         if got == expected:
             return
@@ -98,6 +111,7 @@ def require(evaluate: Callable[[], str], expected: str, message: str) -> None:
     if problem not in _problems:
         _problems.append(problem)
         print(problem)
+        show_printed((text, True) for text in _printed[-1:] if len(_problems) == 1)
 
 
 def finish() -> float | None:
@@ -109,6 +123,7 @@ def finish() -> float | None:
     _problems.clear()
     if failed:
         return 0.0
+    show_printed((text, False) for text in _printed)
     print("Success!")
     return None
 
@@ -194,32 +209,43 @@ class Outcome:
 
     value: Any = None
     error: str = ""
-    """One line; empty if the call returned."""
+    """One line, with the line of the learner's code that failed; empty if the call returned."""
     unsolved: bool = False
     """The function is still the blank one of the release."""
     timed_out: bool = False
+    printed: str = ""
+    """The beginning of what it printed."""
 
 
-def call(function: Any, *args: Any, limit_s: float = CALL_LIMIT_S) -> Outcome:
+def call(function: Any, *args: Any, limit_s: float = CALL_LIMIT_S, advice: str = ARITHMETIC) -> Outcome:
     """Call a learner's function; whatever it does becomes an `Outcome`.
 
     Args:
         function: what the learner defined under the name asked for.
         args: its arguments.
         limit_s: seconds after which the call is stopped (in the main thread of a POSIX system).
+        advice: what is said of a call that was stopped, besides how long it took.
     """
     if not callable(function):
         return Outcome(error=f"this is not a function but {type(function).__name__}")
+    with quiet() as printed:
+        outcome = _call(function, args, limit_s, advice)
+    return dataclasses.replace(outcome, printed=printed.getvalue())
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], limit_s: float, advice: str) -> Outcome:
+    """Call a function; an error becomes one line."""
     try:
-        with quiet(), time_limit(limit_s):
+        with time_limit(limit_s, advice):
             return Outcome(value=function(*args))
     except NotImplementedError as error:
         blank = not str(error)  # what the release's stub raises; a message would be the learner's own
-        return Outcome(error="not solved yet" if blank else f"NotImplementedError: {error}", unsolved=blank)
+        text = "not solved yet" if blank else f"NotImplementedError: {error}{describe_place(places_of(error))}"
+        return Outcome(error=text, unsolved=blank)
     except (Exception, SystemExit) as error:  # the boundary to code that is not ours: any error is a wrong answer
         first_line = (str(error).strip() or "no message").splitlines()
         text = f"{type(error).__name__}: {' '.join(line.strip() for line in first_line[:4])}"
-        return Outcome(error=text, timed_out=isinstance(error, TimeoutError))
+        return Outcome(error=text + describe_place(places_of(error)), timed_out=isinstance(error, TimeoutError))
 
 
 @dataclass
@@ -242,7 +268,7 @@ def ask_each(
     ask: Callable[[Any], Outcome],
     judge: Callable[[Any, Outcome], tuple[Any, float, str]],
 ) -> Asked | None:
-    """Ask a learner's function about each case, and print the first wrong ones.
+    """Ask a learner's function about each case, and print the first wrong ones and what the function printed.
 
     Args:
         name: of the function, for the feedback.
@@ -254,13 +280,15 @@ def ask_each(
     Returns:
         None, with a line printed, where the function is not solved yet.
     """
-    asked, lines = Asked(), []
+    asked, lines, printed = Asked(), list[str](), list[tuple[str, bool]]()
     for case in cases:
         outcome = ask(case)
         if outcome.unsolved:
             print(f"{name} is not solved yet")
+            show_printed([(outcome.printed, True)])
             return None
         answer, worth, line = judge(case, outcome)
+        printed.append((outcome.printed, worth < 1))
         if answer is not None:
             asked.answers.append((case, answer))
         if worth < 1:
@@ -271,6 +299,7 @@ def ask_each(
             break
     asked.num_wrong = len(lines)
     show_first(lines)
+    show_printed(printed)
     return asked
 
 
@@ -302,15 +331,16 @@ def explain_signature(function: Any, *names: str) -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Drop what is printed inside: text on stderr would make nbgrader give a cell zero points."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+def quiet() -> Iterator[Printed]:
+    """Catch what is printed inside, and drop stderr: text on it would make nbgrader give a cell zero points."""
+    printed = Printed()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(Printed()):
+        yield printed
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Stop what runs inside after a time, by raising `TimeoutError` in it.
+def time_limit(seconds: float, advice: str = ARITHMETIC) -> Iterator[None]:
+    """Stop what runs inside after a time, by raising `TimeoutError` in it, with a word of advice.
 
     It raises again every further second, as the code inside may catch the first. Without effect outside the main
     thread and where there is no SIGALRM; the cell's own time limit still holds there.
@@ -320,7 +350,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(signum: int, frame: object) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} s: the task needs arithmetic only")
+        raise TimeoutError(f"took longer than {seconds:g} s: {advice}")
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)

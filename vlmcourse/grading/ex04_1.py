@@ -13,6 +13,7 @@ from vlmcourse.grading.checks import Outcome, as_number, award, call, explain_si
 from vlmcourse.grading.judgement import ask, explain
 from vlmcourse.grading.scenarios import Scenario, make_scenarios
 from vlmcourse.grading.state_bytes import ONE_MOMENT, ONE_MOMENT_IN_FP32, RIGHT_STATE, explain_state
+from vlmcourse.grading.traces import show_printed
 
 MAX_SHOWN = 3
 """Wrong cases that the feedback shows in full."""
@@ -38,6 +39,7 @@ def check_adam_bytes(function: Any, points: float) -> float:
     num_right, said = 0, False
     for precision, expected in ADAM_BYTES.items():
         outcome = call(function, precision)
+        show_printed([(outcome.printed, True)])
         if outcome.error:
             print(f"{precision}: {outcome.error}")
             continue
@@ -105,6 +107,7 @@ def check_state_bytes(function: Any, points: float, seed: int, num_cases: int = 
         if not outcome.error and as_number(outcome.value) is None:
             got = f"return one number, not {outcome.value!r:.60}"
         print(f"{num_params:.2e} parameters on {num_ranks} ranks in stage {stage}: {got}")
+    show_printed((o.printed, not is_close(o.value, RIGHT_STATE(*case))) for case, o in outcomes)
     numbers = [(case, as_number(outcome.value)) for case, outcome in outcomes]
     answers = [(case, number) for case, number in numbers if number is not None]
     num_right = len(outcomes) - len(wrong)
@@ -149,6 +152,7 @@ def check_strategy(function: Any, group: str, points: float, seed: int, num_case
     unseen = sum(len(scenarios) for scenarios in list(by_reason.values())[MAX_SHOWN:])
     if unseen:
         print(f"... and {unseen} more")
+    show_printed((judgement.printed, not judgement.right) for judgement in judged)
     sentence = explain(function, judged) if wrong else ""
     if sentence:
         print(f"It looks as if {sentence}.")

@@ -75,6 +75,8 @@ class Judgement:
     """The misconception that its ZeRO stage suggests."""
     unsolved: bool = False
     timed_out: bool = False
+    printed: str = ""
+    """The beginning of what the function printed."""
 
     @property
     def gave_up(self) -> bool:
@@ -106,10 +108,12 @@ def judge(function: Any, scenario: Scenario) -> Judgement:
             why=outcome.error,
             unsolved=outcome.unsolved,
             timed_out=outcome.timed_out,
+            printed=outcome.printed,
         )
     plan = outcome.value
     if plan is not None and not isinstance(plan, Plan):
-        return Judgement(scenario=scenario, right=False, why=f"return a Plan or None, not {type(plan).__name__}")
+        why = f"return a Plan or None, not {type(plan).__name__}"
+        return Judgement(scenario=scenario, right=False, why=why, printed=outcome.printed)
     why = _find_fault(plan, scenario)
     return Judgement(
         scenario=scenario,
@@ -119,6 +123,7 @@ def judge(function: Any, scenario: Scenario) -> Judgement:
         plan=plan,
         hint=_find_hint(plan, scenario) if plan else "",
         stage_hint=explain_plan(plan, scenario) if plan else "",
+        printed=outcome.printed,
     )
 
 

@@ -18,6 +18,7 @@ from vlmcourse.grading.checks import award, call, explain_signature
 from vlmcourse.grading.pair_cases import PARTS, cut, is_near, make_pair_cases, make_weights
 from vlmcourse.grading.pair_feedback import explain_case, has_whole_output, is_right, sends_too_much
 from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.traces import show_printed
 
 MAX_SHOWN = 4
 """Mistakes that the feedback names."""
@@ -43,7 +44,7 @@ def check_shards(function: Any, points: float, seed: int, num_cases: int = 6) ->
         print(wrong_signature)
         return 0.0
     rng = random.Random(f"shards:{seed}")
-    num_right, said = 0, set[str]()
+    num_right, said, printed = 0, set[str](), list[tuple[str, str]]()
     for number in range(num_cases):
         world_size = (2, 4, 3, 1, 8)[number % 5]
         width, hidden = rng.choice((5, 8, 12)), world_size * rng.randrange(2, 6)
@@ -58,11 +59,13 @@ def check_shards(function: Any, points: float, seed: int, num_cases: int = 6) ->
             if problem:
                 break
         num_right += not problem
+        printed.append((outcome.printed, problem))
         if problem and problem not in said and len(said) < MAX_SHOWN:
             print(f"F = {hidden}, D = {width}, rank {rank} of {world_size}: {problem}")
             said.add(problem)
         if outcome.timed_out:
             break
+    show_printed(printed)
     refused = _refuses_uneven(function, rng)
     return award(points, num_right * 2 / num_cases + refused, 3) if num_right else 0.0
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import linecache
+import pickle
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import nbformat
 import pytest
 from lab04_1_answers import RIGHT_RUNS
 from torch import Tensor
 
-from vlmcourse.grading import checks, traces
+from vlmcourse.grading import checks, pair_feedback, pair_ranks, pair_worker, run, step_feedback, traces
 from vlmcourse.grading.chain_runs import make_runs, record_run
 from vlmcourse.grading.chain_verdicts import judge_run
 from vlmcourse.grading.checks import Outcome, call
@@ -140,3 +144,85 @@ def test_a_line_whose_text_is_not_known_has_its_number_and_a_long_one_is_cut() -
     assert call(namespace["fails"]).error == "ZeroDivisionError: division by zero (in fails, line 2)"
     long = call(define(f"def fails():\n    return 1 / 0 + {'1 + ' * 200}0")["fails"]).error
     assert len(long) < 220 and long.endswith(" ...)")
+
+
+# --- On ranks -------------------------------------------------------------------------------------------------------
+
+
+class TwoRanks(NamedTuple):
+    """A case that no rank is started for."""
+
+    world_size: int = 2
+
+
+def run_without_ranks(function: Any, monkeypatch: pytest.MonkeyPatch) -> pair_ranks.AnswerReports:
+    """Run an answer by `run_answers`, with reports written by two calls here in place of two ranks."""
+
+    def write(argv: list[str], world_size: int, **_: Any) -> None:
+        folder = Path(argv[-1])
+        job = pickle.loads((folder / "job.pickle").read_bytes())
+        function = pickle.loads(job["answers"][0])
+        for rank in range(world_size):
+            report = {"answer": 0, "case": 0, "status": "done", "error": "", "values": {"steps": []}}
+            with checks.quiet() as printed:
+                try:
+                    function(rank)
+                except Exception as error:
+                    report |= pair_worker.describe_error(error)
+            report["printed"] = printed.getvalue()
+            (folder / f"rank{rank}.jsonl").write_text(json.dumps(report) + "\n")
+
+    monkeypatch.setattr(pair_ranks, "run_ranks", write)
+    (reports,) = pair_ranks.run_answers([function], [TwoRanks()])
+    return reports
+
+
+RANK_CELL = """
+def total(rank):
+    print(f"MY DEBUG {rank}")
+    if rank:
+        raise KeyError("only rank one")
+    return 0
+
+def endless(rank):
+    raise TimeoutError
+
+class Helper:
+    def part(self, rank):
+        return [][rank]
+
+def uses(rank):
+    def inner():
+        return Helper().part(rank)
+    return inner()
+"""
+
+
+def test_an_error_on_a_rank_names_its_line_and_what_was_printed_there(monkeypatch: Any, capsys: Any) -> None:
+    cell = define(RANK_CELL)
+    reports = run_without_ranks(cell["total"], monkeypatch)
+    found = step_feedback.explain_step_case(reports.cases[0])["error"]
+    line = '(in total, line 5: raise KeyError("only rank one"))'
+    assert found == f"rank 1 failed with KeyError: 'only rank one' {line}"
+    used = run_without_ranks(cell["uses"], monkeypatch).cases[0].by_rank[1]["error"]
+    assert used == "IndexError: list index out of range (in part, line 13: return [][rank])"
+    capsys.readouterr()
+    pair_ranks.show_rank_prints(reports)
+    assert capsys.readouterr().out == "your code, on rank 0, printed:\n  | MY DEBUG 0\n"
+    endless = run_without_ranks(cell["endless"], monkeypatch)
+    for explain in (step_feedback._explain_end, pair_feedback._explain_end):
+        assert "computed without end (in endless, line 9: raise TimeoutError)" in explain(endless.cases[0])["endless"]
+
+
+def test_what_a_check_waits_for_is_said_at_once_with_its_limits_and_is_no_feedback(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    run_without_ranks(define(RANK_CELL)["total"], monkeypatch)
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    assert line.startswith("starting 2 ranks, about ") and not said.err
+    limits = (pair_ranks.COLLECTIVE_LIMIT_S, pair_ranks.LOOP_FACTOR * pair_ranks.COLLECTIVE_LIMIT_S)
+    assert all(f"after {limit:g} s" in line for limit in (*limits, pair_ranks.RUN_LIMIT_S))
+    cell = nbformat.v4.new_code_cell()
+    cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=f"{said.out}loss right in 2 of 5 cases\n"))
+    assert run.feedback_text(cell) == "loss right in 2 of 5 cases"

@@ -331,9 +331,13 @@ def explain_signature(function: Any, *names: str) -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[Printed]:
-    """Catch what is printed inside, and drop stderr: text on it would make nbgrader give a cell zero points."""
-    printed = Printed()
+def quiet(printed: Printed | None = None) -> Iterator[Printed]:
+    """Catch what is printed inside, and drop stderr: text on it would make nbgrader give a cell zero points.
+
+    Args:
+        printed: what catches it, where several calls share one.
+    """
+    printed = Printed() if printed is None else printed
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(Printed()):
         yield printed
 

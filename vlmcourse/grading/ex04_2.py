@@ -15,7 +15,7 @@ from vlmcourse.batch import effective_batch_size, nearest_accumulation
 from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
 from vlmcourse.grading.checks import Asked, Outcome, as_number, ask_each, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
-from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
 from vlmcourse.grading.plain import call_plainly
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import (
@@ -269,6 +269,7 @@ def check_step(
     except (ValueError, RuntimeError) as error:
         print(error)
         return 0.0
+    show_rank_prints(reports)
     return grade_steps(reports, points, num_cases)
 
 

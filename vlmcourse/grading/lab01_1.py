@@ -17,7 +17,7 @@ from torch import Tensor
 from vlmcourse.grading.checks import award, call, explain_signature
 from vlmcourse.grading.pair_cases import PARTS, cut, is_near, make_pair_cases, make_weights
 from vlmcourse.grading.pair_feedback import explain_case, has_whole_output, is_right, sends_too_much
-from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
 from vlmcourse.grading.traces import show_printed
 
 MAX_SHOWN = 4
@@ -180,6 +180,7 @@ def check_pair(
     except (ValueError, RuntimeError) as error:
         print(error)
         return 0.0
+    show_rank_prints(reports)
     return grade_reports(reports, points, len(cases))
 
 

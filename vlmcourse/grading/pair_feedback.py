@@ -258,7 +258,8 @@ def _explain_end(reports: CaseReports) -> dict[str, str]:
             waited = f"; {name_ranks(others)} did not fail, and waited for it" if others and having("hung") else ""
             return {"error": f"{name_ranks(having(status))}: {reports.by_rank[rank]['error']}{waited}"}
     if having("endless"):
-        return {"endless": f"{name_ranks(having('endless'))} computed without end, and the case was stopped"}
+        where = reports.by_rank[having("endless")[0]].get("where", "")
+        return {"endless": f"{name_ranks(having('endless'))} computed without end{where}, and the case was stopped"}
     if having("hung"):
         return {"hung": _explain_hang(reports, having("hung"))}
     return {"gone": f"the process of {name_ranks(having('gone'))} ended in the middle of the case"}

@@ -12,13 +12,14 @@ import pickle
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from vlmcourse.grading.traces import STARTING, Place, describe_place, files_of, show_printed
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import run_ranks
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_LIMIT_S = 12.0
 """Seconds that a collective may wait for the other ranks."""
+LOOP_FACTOR = 2
+"""Times that, for code that waits for nobody: so that who waits for it is told so first."""
 RUN_LIMIT_S = 80.0
 """Seconds for one start of the ranks and all its cases; a graded cell, with two starts, may take 180."""
 
@@ -86,13 +89,14 @@ def run_answers(
     """
     answers = [AnswerReports() for _ in functions]
     packed = [_pack(function) for function in functions]
+    files = {place: file for function in functions for place, file in files_of(function).items()}
     for world_size in sorted({case.world_size for case in cases}):
         # An answer that hangs on two ranks would keep four waiting as long.
         going = [number for number, answer in enumerate(answers) if answer.ended]
         if going:
             some = [case for case in cases if case.world_size == world_size]
             job = {"answers": [packed[number] for number in going], "cases": some, "timeout_s": collective_limit_s}
-            failure, found = _start(job, world_size, run_limit_s, worker)
+            failure, found = _start(job, world_size, run_limit_s, worker, files)
             for number, reports in zip(going, found, strict=True):
                 answers[number].cases += reports
                 answers[number].failure = failure
@@ -100,9 +104,18 @@ def run_answers(
 
 
 def _start(
-    job: dict[str, Any], world_size: int, run_limit_s: float, worker: str
+    job: dict[str, Any], world_size: int, run_limit_s: float, worker: str, files: Mapping[tuple[str, int], str]
 ) -> tuple[str, list[list[CaseReports]]]:
-    """Start the ranks on a job; return why they failed, if they did, and what they found for each answer."""
+    """Start the ranks on a job; return why they failed, if they did, and what they found for each answer.
+
+    A line is printed before, as nothing is for a while after it.
+    """
+    timeout_s = job["timeout_s"]
+    print(
+        f"{STARTING.format(n=world_size)}about 10 to 40 s (a rank that waits for another in vain is stopped after "
+        f"{timeout_s:g} s, a loop without end after {LOOP_FACTOR * timeout_s:g} s, and all after {run_limit_s:g} s)",
+        flush=True,
+    )
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -120,7 +133,20 @@ def _start(
             )
         except RankFailure as error:
             failure = " ".join(str(error).split())[:300]
-        return failure, _collect(folder, job["cases"], len(job["answers"]))
+        return failure, _collect(folder, job["cases"], len(job["answers"]), files)
+
+
+def show_rank_prints(reports: AnswerReports) -> None:
+    """Print what an answer printed in the first case that did not end on all ranks, else in the first."""
+    found = [
+        (case.is_done, number, rank, report.get("printed", ""))
+        for number, case in enumerate(reports.cases)
+        for rank, report in sorted(case.by_rank.items())
+    ]
+    loud = sorted(of_rank for of_rank in found if of_rank[-1].strip())
+    if loud:
+        *_, rank, printed = loud[0]
+        show_printed([(printed, True)], who=f"your code, on rank {rank},")
 
 
 def _pack(function: Any) -> bytes:
@@ -133,12 +159,20 @@ def _pack(function: Any) -> bytes:
         ) from error
 
 
-def _collect(folder: Path, cases: Sequence[Any], num_answers: int) -> list[list[CaseReports]]:
-    """Read what the ranks wrote."""
+def _collect(
+    folder: Path, cases: Sequence[Any], num_answers: int, files: Mapping[tuple[str, int], str]
+) -> list[list[CaseReports]]:
+    """Read what the ranks wrote, and look up the lines that failed in these files."""
     found: list[dict[int, CaseReports]] = [{} for _ in range(num_answers)]
     for path in folder.glob("rank*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             report = json.loads(line)
+            # Looked up here, as no rank knows the notebook's cells.
+            places = [Place(*place) for place in report.get("places", ())]
+            report["where"] = describe_place(
+                [p._replace(file=files.get((p.function, p.begins), p.file)) for p in places]
+            )
+            report["error"] += report["where"] if report["error"] else ""
             reports = found[report["answer"]].setdefault(report["case"], CaseReports(case=cases[report["case"]]))
             reports.by_rank[int(path.stem.removeprefix("rank"))] = report
     return [[reports for _, reports in sorted(of_answer.items())] for of_answer in found]

@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmcourse.grading.checks import quiet, time_limit
 from vlmcourse.grading.pair_cases import PARTS, Truth, make_truth, name_part_grad, name_value
+from vlmcourse.grading.pair_ranks import LOOP_FACTOR
+from vlmcourse.grading.traces import Printed, places_of
 from vlmcourse.notebook.failure import IN_VAIN, LOST_CONNECTION
 
 MEETING_MARGIN_S = 30.0
@@ -128,7 +129,7 @@ class Run:
         """Wait for the others, and return what all ranks say."""
         keys = [f"{name}:{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], word)
-        self.store.wait(keys, timedelta(seconds=2 * self.timeout_s + MEETING_MARGIN_S))
+        self.store.wait(keys, timedelta(seconds=LOOP_FACTOR * self.timeout_s + MEETING_MARGIN_S))
         return {self.store.get(key).decode() for key in keys}
 
     def run_case(self, function: Any, case: Any) -> dict[str, Any]:
@@ -136,17 +137,17 @@ class Run:
         truth = make_truth(case, self.rank)
         record = RecordCollectives()
         report: dict[str, Any] = {"status": "done", "error": "", "values": {}}
-        started_s = time.monotonic()
+        started_s, printed = time.monotonic(), Printed()
         try:
-            with quiet(), warnings.catch_warnings(), time_limit(2 * self.timeout_s), record:
+            with quiet(printed), warnings.catch_warnings(), time_limit(LOOP_FACTOR * self.timeout_s), record:
                 warnings.simplefilter("ignore")
                 self._run(function, truth, record, report)
         except NotImplementedError as error:
             report["status"] = "error" if str(error) else "unsolved"
-            report["error"] = f"NotImplementedError: {error}"
+            report |= {"error": f"NotImplementedError: {error}", "places": places_of(error)}
         except (Exception, SystemExit) as error:  # the boundary to code that is not ours: any error is a wrong answer
             report |= describe_error(error)
-        report["seconds"] = round(time.monotonic() - started_s, 2)
+        report["seconds"], report["printed"] = round(time.monotonic() - started_s, 2), printed.getvalue()
         report["calls"], report["later"] = record.calls, sorted(record.later)
         return report
 
@@ -185,19 +186,16 @@ def load_function(answer: bytes) -> Any:
     return fail
 
 
-def describe_error(error: BaseException) -> dict[str, str]:
-    """Return how a case ended that raised: the learner's own error, or a wait that was in vain."""
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return how a case ended that raised: the learner's own error with its places, or a wait that was in vain."""
     text = " ".join(str(error).split())
     low = text.lower()
     if isinstance(error, TimeoutError):
-        return {"status": "endless", "error": ""}
+        return {"status": "endless", "error": "", "places": places_of(error)}
     if any(words in low for words in IN_VAIN):
         return {"status": "hung", "error": ""}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place = next((frame for frame in reversed(frames) if "site-packages" not in frame.f_code.co_filename), None)
-    where = f" (in {place.f_code.co_name})" if place is not None and "vlmcourse" not in place.f_code.co_filename else ""
     status = "lost" if any(words in low for words in LOST_CONNECTION) else "error"
-    return {"status": status, "error": f"{type(error).__name__}: {text[:200]}{where}"}
+    return {"status": status, "error": f"{type(error).__name__}: {text[:200]}", "places": places_of(error)}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 import nbformat
 
 from vlmcourse.grading.process import ProcessResult, last_lines, run_nbgrader
+from vlmcourse.grading.traces import without_progress
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +294,7 @@ def _no_marks(prepared: PreparedCourse) -> tuple[CellMarks, ...]:
 
 def feedback_text(cell: nbformat.NotebookNode) -> str:
     """Return what a graded code cell printed and the message of its error."""
-    parts = [output.text.strip() for output in cell.outputs if output.output_type == "stream"]
+    parts = [without_progress(output.text).strip() for output in cell.outputs if output.output_type == "stream"]
     parts += [_error_text(output.ename, output.evalue) for output in cell.outputs if output.output_type == "error"]
     return "\n".join(part for part in parts if part and part != "Success!")
 

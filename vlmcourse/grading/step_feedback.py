@@ -245,5 +245,5 @@ def _explain_end(case: CaseReports) -> dict[str, str]:
         return {"hung": SKIPPED.format(ranks=name_ranks(hung))}
     endless = [rank for rank, status in statuses.items() if status == "endless"]
     if endless:
-        return {"endless": f"{name_ranks(endless)} computed without end"}
+        return {"endless": f"{name_ranks(endless)} computed without end{case.by_rank[endless[0]].get('where', '')}"}
     return {"gone": f"{name_ranks([rank for rank, status in statuses.items() if status == 'gone'])} ended early"}

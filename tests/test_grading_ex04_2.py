@@ -17,7 +17,7 @@ from ex04_2_answers import (
 )
 
 from vlmcourse.grading import ex04_2
-from vlmcourse.grading.pair_ranks import run_answers
+from vlmcourse.grading.pair_ranks import CaseReports, run_answers
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import find_common_mistake
 from vlmcourse.grading.step_truths import make_truths
@@ -168,6 +168,25 @@ def test_a_mistake_is_named_only_where_it_gives_all_cases(reports: dict[str, Any
     ex04_2.grade_steps(reports["clipped to half the norm"], 6, len(CASES))
     assert "divided" not in capsys.readouterr().out
     assert find_common_mistake(reports["own loss returned"].cases, "loss") == "own_part"
+
+
+def test_a_mistake_that_would_spoil_a_right_case_is_not_named() -> None:
+    def found(*steps: tuple[str, list[str]]) -> CaseReports:
+        values = {"steps": [{"gradient": word, "fits": fits} for word, fits in steps]}
+        return CaseReports(case=CASES[0], by_rank={rank: {"status": "done", "values": values} for rank in (0, 1)})
+
+    wrong = found(("scaled", ["over_steps", "summed"]))
+    assert find_common_mistake([wrong]) == "over_steps"
+    assert find_common_mistake([wrong, found(("right", ["right"]))]) == ""
+    assert find_common_mistake([wrong, found(("right", ["right", "summed"]))]) == "summed"
+    assert find_common_mistake([wrong, found(("nan", []))]) == "over_steps"
+    assert (
+        find_common_mistake([found(("right", ["right", "kept"]), ("other", ["kept"])), found(("right", ["kept"]))])
+        == "kept"
+    )
+    # What follows a wrong step began with spoilt weights.
+    assert find_common_mistake([found(("scaled", ["summed"]), ("other", []))]) == "summed"
+    assert find_common_mistake([found(("right", ["right", "summed"]))]) == ""
 
 
 def test_every_known_mistake_differs_from_what_is_right() -> None:

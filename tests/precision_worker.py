@@ -86,7 +86,7 @@ def overflow(strategy: str, ranks: Ranks) -> dict[str, Any]:
 def resume(strategy: str, precision: str, folder: str, ranks: Ranks) -> dict[str, Any]:
     """Train three steps and save after two of them; make the third in another run too. The second step overflows."""
     # The steps of tp cost by the micro-batch.
-    whole_batch = {"micro_batch_size": 8, "accumulation_steps": 1} if strategy == "tp" else {}
+    whole_batch: dict[str, Any] = {"micro_batch_size": 8, "accumulation_steps": 1} if strategy == "tp" else {}
     config = precision_config(strategy, precision, folder, **whole_batch)
 
     def step(trainer: AwkwardTrainer, number: int) -> float:

@@ -93,7 +93,6 @@ LOST_BY: Mapping[str, Enough] = {
     "mean": lambda towers, lowest, allowed: sum(lost(t, lowest) for t in towers) / len(towers) <= allowed,
     "first": lambda towers, lowest, allowed: _all_lose(towers[:1], lowest, allowed),
     "last": lambda towers, lowest, allowed: _all_lose(towers[-1:], lowest, allowed),
-    "exponents": lambda towers, lowest, allowed: _all_lose([dict.fromkeys(t, 1) for t in towers], lowest, allowed),
     "nothing": lambda towers, lowest, allowed: _all_lose(towers, lowest, 0.0),
     "less": lambda towers, lowest, allowed: all(lost(t, lowest) < allowed for t in towers),
 }

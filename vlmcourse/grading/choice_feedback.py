@@ -69,7 +69,6 @@ CHOICE_MISTAKES: Sequence[tuple[str, Mapping[str, Any]]] = (
     ),
     ("you used no scale: one power of two multiplies all gradients, and more small ones stay", {"powers": False}),
     (TOO_CAREFUL, {"lost_by": "nothing"}),
-    (TOO_CAREFUL, {"lost_by": "exponents"}),
     ("at most max_lost may be lost: exactly that much is allowed too (<=, not <)", {"lost_by": "less"}),
     (
         "formats come in no order: take the one with the most mantissa bits of those that work",

@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+from vlmcourse.grading.chain_cases import make_chains
 from vlmcourse.grading.chain_mistakes import explain_plans
 from vlmcourse.grading.chain_runs import make_runs, record_run
 from vlmcourse.grading.chain_verdicts import LIBRARY, NOT_AGAIN, SHARES, judge_run
@@ -21,7 +22,6 @@ from vlmcourse.grading.chains import (
     cost,
     credit,
     lowest_limit,
-    make_chains,
     peak_bytes,
 )
 from vlmcourse.grading.checks import Outcome, award, call, explain_signature
@@ -40,7 +40,7 @@ def check_plan(
 
     Args:
         function: the learner's function.
-        group: a name in `chains.GROUPS`; "small" also asks for a limit that no plan keeps.
+        group: a name in `chain_cases.GROUPS`; "small" also asks for a limit that no plan keeps.
         points: the cell's maximum; each case is worth the same share.
         seed: of the cases.
         num_cases: how many.
@@ -54,7 +54,8 @@ def check_plan(
         print(wrong_signature)
         return 0.0
     answers: list[tuple[ChainCase, Segments]] = []
-    lines, earned, stopped = [], 0.0, False
+    declined: list[ChainCase] = []
+    lines, earned, stopped, malformed = [], 0.0, False, False
     for case in make_chains(group, seed, num_cases):
         outcome = _ask(function, case, limit_s)
         if outcome.unsolved:
@@ -64,6 +65,10 @@ def check_plan(
         worth = 0.0 if problem else credit(case, segments)
         if not problem:
             answers.append((case, segments))
+        elif outcome.error.startswith("ValueError"):
+            declined.append(case)
+        else:
+            malformed = malformed or not (outcome.error or outcome.timed_out)
         if worth < 1:
             lines.append(f"{case}: {problem or _explain_plan(case, segments)}")
         earned += worth
@@ -74,7 +79,8 @@ def check_plan(
         print(line)
     if len(lines) > MAX_SHOWN:
         print(f"... and {len(lines) - MAX_SHOWN} more")
-    sentence = explain_plans(answers, [(c, s) for c, s in answers if credit(c, s) < 1])
+    # Where some answers are no plans, what the others have in common is an accident.
+    sentence = "" if malformed else explain_plans(answers, [(c, s) for c, s in answers if credit(c, s) < 1], declined)
     if sentence:
         print(f"It looks as if {sentence}.")
     num_refusals = 1 if group == "small" else 0

@@ -24,10 +24,8 @@ from vlmcourse.grading.chains import (
     lowest_limit,
     peak_bytes,
 )
-from vlmcourse.grading.checks import Outcome, award, call, explain_signature
+from vlmcourse.grading.checks import Outcome, ask_each, award, call, explain_signature
 
-MAX_SHOWN = 3
-"""Wrong cases that the feedback shows."""
 CALL_LIMIT_S = 5.0
 
 # --- a. Which layers to recompute -----------------------------------------------------------------------------------
@@ -53,45 +51,43 @@ def check_plan(
     if wrong_signature:
         print(wrong_signature)
         return 0.0
-    answers: list[tuple[ChainCase, Segments]] = []
     declined: list[ChainCase] = []
-    lines, earned, stopped, malformed = [], 0.0, False, False
-    for case in make_chains(group, seed, num_cases):
-        outcome = _ask(function, case, limit_s)
-        if outcome.unsolved:
-            print("choose_segments is not solved yet")
-            return 0.0
-        segments, problem = _read(outcome, case)
-        worth = 0.0 if problem else credit(case, segments)
-        if not problem:
-            answers.append((case, segments))
-        elif outcome.error.startswith("ValueError"):
+    no_plans: list[ChainCase] = []
+
+    def judge(case: ChainCase, outcome: Outcome) -> tuple[Segments | None, float, str]:
+        judged = _judge(case, outcome)
+        if outcome.error.startswith("ValueError"):
             declined.append(case)
-        else:
-            malformed = malformed or not (outcome.error or outcome.timed_out)
-        if worth < 1:
-            lines.append(f"{case}: {problem or _explain_plan(case, segments)}")
-        earned += worth
-        stopped = outcome.timed_out
-        if stopped:
-            break  # the other cases would take as long; they count as wrong
-    for line in lines[:MAX_SHOWN]:
-        print(line)
-    if len(lines) > MAX_SHOWN:
-        print(f"... and {len(lines) - MAX_SHOWN} more")
+        elif judged[0] is None and not outcome.error and not outcome.timed_out:
+            no_plans.append(case)
+        return judged
+
+    cases = make_chains(group, seed, num_cases)
+    asked = ask_each("choose_segments", cases, lambda case: _ask(function, case, limit_s), judge)
+    if asked is None:
+        return 0.0
+    wrong = [(case, segments) for case, segments in asked.answers if credit(case, segments) < 1]
     # Where some answers are no plans, what the others have in common is an accident.
-    sentence = "" if malformed else explain_plans(answers, [(c, s) for c, s in answers if credit(c, s) < 1], declined)
+    sentence = "" if no_plans else explain_plans(asked.answers, wrong, declined)
     if sentence:
         print(f"It looks as if {sentence}.")
     num_refusals = 1 if group == "small" else 0
-    refused = num_refusals and not stopped and _refuses(function, limit_s)
+    refused = num_refusals and not asked.stopped and _refuses(function, limit_s)
     total = num_cases + num_refusals
-    print(f"{group}: {earned + refused:.4g} of {total} cases")
-    return award(points, earned + refused, total) if earned else 0.0
+    print(f"{group}: {asked.earned + refused:.4g} of {total} cases")
+    return award(points, asked.earned + refused, total) if asked.earned else 0.0
 
 
 def _ask(function: Any, case: ChainCase, limit_s: float) -> Outcome:
     return call(function, list(case.inputs), list(case.inside), list(case.costs), case.limit, limit_s=limit_s)
+
+
+def _judge(case: ChainCase, outcome: Outcome) -> tuple[Segments | None, float, str]:
+    segments, problem = _read(outcome, case)
+    if problem:
+        return None, 0.0, f"{case}: {problem}"
+    worth = credit(case, segments)
+    return segments, worth, f"{case}: {_explain_plan(case, segments)}" if worth < 1 else ""
 
 
 def _read(outcome: Outcome, case: ChainCase) -> tuple[Segments, str]:

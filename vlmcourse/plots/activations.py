@@ -157,7 +157,7 @@ def plot_segment_lengths(
     right.axhline(1, color=COLOURS["idle"], ls="--", label="nothing recomputed")
     right.set(xlabel="layers in a segment, k", ylabel="time of a step (times the plain one)", title="Time")
     right.set_ylim(0, max(1.7, 1.05 * max(greatest)))
-    figure.get_layout_engine().set(w_pad=0.12)
+    figure.set_layout_engine("constrained", w_pad=0.12)
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17))
         axes.set_xscale("log", base=2)

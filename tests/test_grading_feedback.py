@@ -11,10 +11,21 @@ from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+import torch
 from lab04_1_answers import RIGHT_RUNS
 from torch import Tensor
 
-from vlmcourse.grading import checks, pair_feedback, pair_ranks, pair_worker, run, step_feedback, traces
+from vlmcourse.grading import (
+    checks,
+    ex04_3,
+    lab04_1,
+    pair_feedback,
+    pair_ranks,
+    pair_worker,
+    run,
+    step_feedback,
+    traces,
+)
 from vlmcourse.grading.chain_runs import make_runs, record_run
 from vlmcourse.grading.chain_verdicts import judge_run
 from vlmcourse.grading.checks import Outcome, call
@@ -32,6 +43,83 @@ def test_a_chain_that_uses_its_lists_up_is_right() -> None:
 
     case = make_runs(seed=3)[1]
     assert judge_run(call(record_run, use_up, case, limit_s=60), case) == {}
+
+
+def test_a_chain_without_end_is_stopped_once_with_a_word_of_its_own(capsys: Any) -> None:
+    tried = []
+
+    def endless(layers: list[Any], x: Tensor, segments: list[tuple[int, int]]) -> Tensor:
+        tried.append(segments)
+        print("MY DEBUG")
+        while True:
+            pass
+
+    assert lab04_1.check_run(endless, 6, seed=3, limit_s=0.2) == 0
+    said = capsys.readouterr().out
+    assert len(tried) == 1 and said.count("took longer than 0.2 s") == 1 and "arithmetic" not in said
+    assert "a few small layers" in said and "your code printed:\n  | MY DEBUG\n" in said
+
+
+def test_a_chains_output_of_another_shape_is_told_both_once(monkeypatch: Any, capsys: Any) -> None:
+    def first_row(layers: list[Any], x: Tensor, segments: list[tuple[int, int]]) -> Tensor:
+        return x[:1]
+
+    cases = make_runs(seed=3)
+    monkeypatch.setattr(lab04_1, "make_runs", lambda seed: [cases[3], cases[3]])
+    assert lab04_1.check_run(first_row, 6, seed=3) == 0
+    said = capsys.readouterr().out
+    assert said.count("returned shape [1, 32], the chain gives [256, 32]") == 1 and "tensor(" not in said
+
+
+# --- Exercise 4.3 ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fact_that_is_missing_or_text_is_told_so(capsys: Any) -> None:
+    def facts(exponent_bits: int, mantissa_bits: int, has_infinity: bool) -> dict[str, Any]:
+        return {"max": "65504", "epsilon": None, "decimal_digits": [3]}
+
+    assert ex04_3.check_facts(facts, 5, seed=1) == 0
+    said = capsys.readouterr().out
+    for words in ("'65504' is text: return a number", "None: return a number", "[3] is of type list: return a number"):
+        assert said.count(words) == 1
+    assert said.count("the key is missing") == 2 and "is not missing" not in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda values: None, "numbers, not None"),
+        (lambda values: torch.zeros(len(values)), "numbers, not a Tensor"),
+        (lambda values: ["zero"] * (len(values) - 1), " numbers, not {short} of them"),
+    ],
+)
+def test_fates_that_are_no_list_of_the_right_length_are_told_what_came(answer: Any, words: str, capsys: Any) -> None:
+    lengths: list[int] = []
+
+    def survivors(values: list[float], exponent_bits: int, mantissa_bits: int) -> Any:
+        print("MY DEBUG")
+        lengths.append(len(values))
+        return answer(values)
+
+    assert ex04_3.check_survivors(survivors, 3, seed=1, num_cases=1) == 0
+    said = capsys.readouterr().out
+    assert f"for each of the {lengths[0]} numbers" in said and words.format(short=lengths[0] - 1) in said
+    assert "your code printed:\n  | MY DEBUG\n" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (("e5m2", 2.5), "('e5m2', 2.5): power must be whole"),
+        (("e5m2", "2"), "('e5m2', '2'): power must be a whole number"),
+        (("e5m2", 2, 0), "('e5m2', 2, 0): two values, not 3"),
+        ((2, "e5m2"), "(2, 'e5m2'): name must be text"),
+        ("e5m2", "'e5m2', a str"),
+    ],
+)
+def test_a_choice_of_another_form_is_told_which_part_is_wrong(answer: Any, words: str, capsys: Any) -> None:
+    assert ex04_3.check_choices(lambda towers, formats, max_lost, headroom: answer, "easy", 3, 1, 1) == 0
+    assert f"return (name, power) or None, not {words}" in capsys.readouterr().out
 
 
 # --- What a learner's code printed ----------------------------------------------------------------------------------

@@ -36,8 +36,12 @@ def judge_run(outcome: Outcome, case: RunCase) -> dict[str, str]:
     got: RunRecord = outcome.value
     expected = record_run(run_reference, case, allow_library=True)
     found: dict[str, str] = {}
-    if not isinstance(got.output, Tensor) or got.output.shape != expected.output.shape:
-        return dict.fromkeys(SHARES, "") | {"output": f"return the output of the last layer, not {got.output!r:.60}"}
+    if not isinstance(got.output, Tensor):
+        shown = "None" if got.output is None else type(got.output).__name__
+        return dict.fromkeys(SHARES, "") | {"output": f"return the output of the last layer, a tensor, not {shown}"}
+    if got.output.shape != expected.output.shape:
+        shapes = f"returned shape {list(got.output.shape)}, the chain gives {list(expected.output.shape)}"
+        return dict.fromkeys(SHARES, "") | {"output": f"return the output of the last layer: {shapes}"}
     if not _is_near(got.output, expected.output):
         found["output"] = "the output is not that of the chain" + (
             "; with dropout, masks are drawn in the order of the layers, once" if case.dropout else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlmcourse.grading.checks import Outcome, award, call, explain_signature, show_first
@@ -17,6 +17,7 @@ from vlmcourse.grading.choice_feedback import broken_rule, explain_choices
 from vlmcourse.grading.fact_feedback import BIASED, FACT_MISTAKES, explain, explain_bias
 from vlmcourse.grading.format_cases import FACTS, Gradients, facts_of, make_formats, make_gradients
 from vlmcourse.grading.format_feedback import explain_fates
+from vlmcourse.grading.traces import show_printed
 from vlmcourse.planner.formats import FloatFormat
 
 TOLERANCE = 1e-5
@@ -42,6 +43,7 @@ def check_facts(function: Any, points: float, seed: int, num_cases: int = 8) -> 
         print(sentence)
         return 0.0
     answers: list[tuple[FloatFormat, Mapping[str, Any]]] = []
+    printed: list[tuple[str, object]] = []
     for form in make_formats(seed, num_cases):
         outcome = call(function, form.exponent_bits, form.mantissa_bits, form.has_infinity)
         problem = outcome.error
@@ -50,8 +52,11 @@ def check_facts(function: Any, points: float, seed: int, num_cases: int = 8) -> 
         if problem:
             unsolved = "format_facts is not solved yet"
             print(unsolved if outcome.unsolved else f"{_describe(form)}: {problem}")
+            show_printed([(outcome.printed, True)])
             return 0.0
+        printed.append((outcome.printed, any(not _close(outcome.value.get(n), facts_of(form)[n]) for n in FACTS)))
         answers.append((form, outcome.value))
+    show_printed(printed)
     bias = explain_bias(answers, _close)
     if bias:
         print(bias)
@@ -66,10 +71,19 @@ def _judge_fact(name: str, answers: Sequence[tuple[FloatFormat, Mapping[str, Any
     if not wrong:
         return True
     form, got = wrong[0]
+    if _number(got) is None:
+        has_key = next(name in given for of_answer, given in answers if of_answer is form)
+        print(f"{name} of {_describe(form)}: {_name_non_number(got) if has_key else 'the key is missing'}")
+        return False
     why = "" if explained else explain(wrong, FACT_MISTAKES[name], _close)
-    shown = "missing" if got is None else f"{_number(got):.6g}" if _number(got) is not None else repr(got)[:40]
-    print(f"{name} of {_describe(form)} is not {shown}" + (f": {why}" if why else ""))
+    print(f"{name} of {_describe(form)} is not {_number(got):.6g}" + (f": {why}" if why else ""))
     return False
+
+
+def _name_non_number(got: Any) -> str:
+    """Say what stands where a number must."""
+    kind = "text" if isinstance(got, str) else f"of type {type(got).__name__}"
+    return "None: return a number" if got is None else f"{got!r:.40} is {kind}: return a number"
 
 
 def _describe(form: FloatFormat) -> str:
@@ -113,6 +127,7 @@ def check_survivors(function: Any, points: float, seed: int, num_cases: int = 6,
         return 0.0
     answers: list[tuple[Gradients, list[Any]]] = []
     lines: list[str] = []
+    printed: list[tuple[str, object]] = []
     num_right = 0
     cases = make_gradients(seed, num_cases, edges)
     for case in cases:
@@ -120,19 +135,20 @@ def check_survivors(function: Any, points: float, seed: int, num_cases: int = 6,
         outcome = call(function, list(case.values), form.exponent_bits, form.mantissa_bits)
         if outcome.unsolved:
             print("survivors is not solved yet")
+            show_printed([(outcome.printed, True)])
             return 0.0
-        if outcome.error:
-            lines.append(f"{_describe(form)}: {outcome.error}")
-        elif not _is_list(outcome.value, len(case.values)):
-            lines.append(f"{_describe(form)}: return a list with one of {', '.join(FATES)} for each of the numbers")
+        problem = outcome.error or _no_list(outcome.value, len(case.values))
+        if problem:
+            problem = f"{_describe(form)}: {problem}"
         else:
             answers.append((case, list(outcome.value)))
             problem = _first_wrong_fate(case, answers[-1][1])
-            lines += [problem] if problem else []
-            num_right += not problem
+        lines += [problem] if problem else []
+        printed.append((outcome.printed, problem))
+        num_right += not problem
         if outcome.timed_out:
             break
-    _show(lines, explain_fates(answers))
+    _show(lines, explain_fates(answers), printed)
     print(f"{num_right} of {len(cases)} formats right")
     return award(points, num_right, len(cases))
 
@@ -145,8 +161,12 @@ def _first_wrong_fate(case: Gradients, given: Sequence[Any]) -> str:
     return ""
 
 
-def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == length
+def _no_list(value: Any, length: int) -> str:
+    """Say what came in place of a list of so many items; "" if it did."""
+    wanted = f"return a list with one of {', '.join(FATES)} for each of the {length} numbers, not "
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return wanted + ("None" if value is None else f"a {type(value).__name__}")
+    return "" if len(value) == length else f"{wanted}{len(value)} of them"
 
 
 def check_choices(function: Any, level: str, points: float, seed: int, num_cases: int = 6) -> float:
@@ -169,6 +189,7 @@ def check_choices(function: Any, level: str, points: float, seed: int, num_cases
     asked = _ask_choices(function, level, seed, num_cases)
     if any(outcome.unsolved for *_, outcome in asked):
         print("choose_format is not solved yet")
+        show_printed([(asked[-1][-1].printed, True)])
         return 0.0
     num_right_of_pair: Counter[tuple[str, int]] = Counter()
     lines = []
@@ -177,7 +198,8 @@ def check_choices(function: Any, level: str, points: float, seed: int, num_cases
         lines += [f"{case}: {problem}"] if problem else []
         num_right_of_pair[group, number] += not problem
     explanation = explain_choices([(c, a) for *_, c, o in asked if not isinstance(a := _read_choice(o), str)])
-    _show(lines, [explanation] if explanation else [])
+    printed = [(outcome.printed, _choice_problem(case, outcome)) for *_, case, outcome in asked]
+    _show(lines, [explanation] if explanation else [], printed)
     num_right = 0
     for group in LEVELS[level]:
         in_group = sum(right == 2 for (name, _), right in num_right_of_pair.items() if name == group)
@@ -214,14 +236,22 @@ def _read_choice(outcome: Outcome) -> tuple[str, int] | None | str:
     value = outcome.value
     if outcome.error or value is None:
         return outcome.error or None
-    power = _number(value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else None
-    if power is None or not power.is_integer() or not isinstance(value[0], str):
-        return f"return (name, power) or None, not {value!r:.40}"
-    return value[0], int(power)
+    wanted = f"return (name, power) or None, not {value!r:.40}"
+    if not isinstance(value, (tuple, list)):
+        return f"{wanted}, a {type(value).__name__}"
+    if len(value) != 2:
+        return f"{wanted}: two values, not {len(value)}"
+    name, power = value[0], _number(value[1])
+    if not isinstance(name, str):
+        return f"{wanted}: name must be text, the name of a format"
+    if power is None or not power.is_integer():
+        return f"{wanted}: power must be " + ("whole" if power is not None else "a whole number")
+    return name, int(power)
 
 
-def _show(lines: Sequence[str], sentences: Sequence[str]) -> None:
-    """Print some of the wrong cases, and the mistakes behind them."""
+def _show(lines: Sequence[str], sentences: Sequence[str], printed: Iterable[tuple[str, object]]) -> None:
+    """Print some of the wrong cases, what the learner's code printed, and the mistakes behind them."""
     show_first(lines)
+    show_printed(printed)
     for sentence in sentences:
         print(f"It looks as if this is why: {sentence}.")

@@ -25,8 +25,11 @@ from vlmcourse.grading.chains import (
     peak_bytes,
 )
 from vlmcourse.grading.checks import Outcome, ask_each, award, call, explain_signature
+from vlmcourse.grading.traces import show_printed
 
 CALL_LIMIT_S = 5.0
+TOO_LONG = "a chain of a few small layers is run in far less than a second; no other chain was tried"
+"""What a run that was stopped is told."""
 
 # --- a. Which layers to recompute -----------------------------------------------------------------------------------
 
@@ -175,17 +178,23 @@ def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) ->
         return 0.0
     right = dict.fromkeys(SHARES, True)
     said: list[str] = []
+    printed: list[tuple[str, object]] = []
     for case in make_runs(seed):
-        outcome = call(record_run, function, case, limit_s=limit_s)
+        outcome = call(record_run, function, case, limit_s=limit_s, advice=TOO_LONG)
         if outcome.unsolved:
             print("run_chain is not solved yet")
+            show_printed([(outcome.printed, True)])
             return 0.0
         problems = judge_run(outcome, case)
+        printed.append((outcome.printed, problems))
         for part, problem in problems.items():
             right[part] = False
             if problem and problem not in said:
                 said.append(problem)
                 print(f"{case}: {problem}")
+        if outcome.timed_out:
+            break  # the others would take as long
+    show_printed(printed)
     earned = sum(share for part, share in SHARES.items() if right[part]) if right["output"] else 0
     if not right["calls"] and any(text in line for line in said for text in (NOT_AGAIN, LIBRARY)):
         earned = min(earned, 1)

@@ -125,7 +125,7 @@ def test_no_call_follows_one_that_took_too_long_and_none_of_the_rest_counts(chec
     ("check", "broken", "words"),
     [
         (grade_facts, lambda e, m, i: None, "return a dict with the keys"),
-        (grade_facts, lambda e, m, i: {"max": "large"}, "is not 'large'"),
+        (grade_facts, lambda e, m, i: {"max": "large"}, "'large' is text"),
         (grade_facts, lambda e: {}, "must take (exponent_bits, mantissa_bits, has_infinity)"),
         (grade_facts, lambda e, m, i: 1 / 0, "ZeroDivisionError"),
         (grade_survivors, lambda values, e, m: "zero", "return a list"),

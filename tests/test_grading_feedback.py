@@ -311,6 +311,9 @@ def test_what_a_check_waits_for_is_said_at_once_with_its_limits_and_is_no_feedba
     assert line.startswith("starting 2 ranks, about ") and not said.err
     limits = (pair_ranks.COLLECTIVE_LIMIT_S, pair_ranks.LOOP_FACTOR * pair_ranks.COLLECTIVE_LIMIT_S)
     assert all(f"after {limit:g} s" in line for limit in (*limits, pair_ranks.RUN_LIMIT_S))
+    notebook = Path(__file__).parents[1] / "solutions/ch02_accumulation/ch02_accumulation.ipynb"
+    (task,) = [c.source for c in nbformat.read(notebook, as_version=4).cells if c.id == "ex04_2_c_task_2"]
+    assert all(f"after {limit:g} seconds" in task for limit in limits) and f"after {pair_ranks.RUN_LIMIT_S:g}." in task
     cell = nbformat.v4.new_code_cell()
     cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=f"{said.out}loss right in 2 of 5 cases\n"))
     assert run.feedback_text(cell) == "loss right in 2 of 5 cases"

@@ -22,13 +22,14 @@ from vlmcourse.data import build_dataset
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import load_tokenizer
-from vlmcourse.layout import SHARDED, sequence_multiple
+from vlmcourse.layout import DEEPSPEED, SHARDED, sequence_multiple
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
+from vlmcourse.parallel.engines import start_deepspeed
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -140,14 +141,16 @@ class Trainer:
         freeze_towers(plain, config.model.freeze)
         prepare_weights(plain, config, self.ranks.device)
         loss_sum = TokenLoss(config.train.loss_weighting)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
-        self.optimizer = build_optimizer(
-            self.model,
-            config.optimizer,
-            shards_state=self.parallel.strategy == "zero1",
-            precision=config.train.precision,
-            seed=config.run.seed,
-        )
+        options = {"precision": config.train.precision, "seed": config.run.seed}
+        self.model: torch.nn.Module
+        self.optimizer: Any
+        if self.parallel.strategy in DEEPSPEED:  # an engine takes both together
+            optimizer = build_optimizer(plain.to(self.ranks.device), config.optimizer, **options)
+            self.model, self.optimizer = start_deepspeed(plain, optimizer, config, self.ranks)
+        else:
+            self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+            shards_state = self.parallel.strategy == "zero1"
+            self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=shards_state, **options)
         self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
 
     def _build_model(self) -> VLM:
@@ -212,6 +215,7 @@ class Trainer:
             hook(self)
         if is_finite:
             self.optimizer.step()
+        grad_norm = getattr(self.optimizer, "grad_norm", grad_norm)  # an engine knows it now
         self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s

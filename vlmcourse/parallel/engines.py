@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,16 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    found = get_accelerator().device_name()
+    accelerator: Any = get_accelerator()
+    found = accelerator.device_name()
     if found != wanted:
         raise RuntimeError(
             f"rank {ranks.rank}: DeepSpeed runs on {found!r} and this rank on {wanted!r}: set DS_ACCELERATOR={wanted} "
             "before the ranks start, and import deepspeed nowhere earlier"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls collectives by names that PyTorch has renamed: one remark a call and rank.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if wanted == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for half a minute at first use
     deepspeed.init_distributed(dist_backend=ranks.backend, auto_mpi_discovery=False, verbose=False)
@@ -141,7 +145,8 @@ def check_deepspeed(engine: Any, stage: int, ranks: Ranks) -> None:
     import deepspeed
 
     where = f"rank {ranks.rank}: deepspeed-zero{stage}"
-    if not isinstance(engine, deepspeed.DeepSpeedEngine):
+    is_one = isinstance(engine, deepspeed.DeepSpeedEngine)
+    if not is_one:
         raise RuntimeError(f"{where}: the model is a {type(engine).__name__}, not a DeepSpeedEngine")
     found = engine.zero_optimization_stage(), engine.dp_world_size, dist.get_world_size()
     if found != (stage, ranks.world_size, ranks.world_size):

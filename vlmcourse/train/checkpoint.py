@@ -9,6 +9,7 @@ in use.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vlmcourse.config import TrainConfig
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
@@ -41,6 +43,11 @@ from vlmcourse.train.precision import BF16_WEIGHTS
 logger = logging.getLogger(__name__)
 ENGINE_FOLDER = "deepspeed"
 """Where a checkpoint keeps what a DeepSpeed engine wrote, in the place of PyTorch's distributed checkpoint."""
+HARMLESS_CHANGES = (
+    *("name", "output_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("micro_batch_size", "accumulation_steps"),
+)
+"""Keys that change no loss at a resume (the last two as long as their product with the number of ranks stays)."""
 
 
 def save_checkpoint(
@@ -132,6 +139,39 @@ def _load_engine(path: Path, model: nn.Module, ranks: Ranks) -> None:
             "else into an engine; set parallel.strategy and the number of ranks back, or start a new run"
         )
     load_engine(model, path / ENGINE_FOLDER)
+
+
+def check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, global_batch_size: int) -> None:
+    """Refuse a checkpoint of another model; warn of what changes the losses that follow.
+
+    Args:
+        path: the checkpoint's folder.
+        meta: what was kept beside its tensors.
+        config: the present run.
+        global_batch_size: samples of one of its optimizer steps.
+
+    Raises:
+        ValueError: if the model, the frozen towers or what the precision stores differs.
+    """
+    saved, present = meta["config"], dataclasses.asdict(config)
+    for key, value in present["model"].items():
+        before = saved["model"].get(key)
+        if before != (list(value) if isinstance(value, tuple) else value):
+            raise ValueError(
+                f"model.{key} = {value!r}, but the checkpoint {str(path)!r} was saved with {before!r}: a run goes on "
+                "with the same model and frozen towers; set it back, or start a new run"
+            )
+    check_same_formats(path, saved["train"].get("precision", "fp32"), config.train.precision)
+    changed = [
+        f"{section}.{key} from {saved[section].get(key)!r} to {value!r}"
+        for section in ("run", "data", "train", "optimizer")
+        for key, value in present[section].items()
+        if saved[section].get(key) != value and key not in HARMLESS_CHANGES
+    ]
+    if meta["global_batch_size"] != global_batch_size:
+        changed.append(f"the global batch from {meta['global_batch_size']} to {global_batch_size} samples")
+    if changed:
+        logger.warning("resuming with changes, so losses will differ from an uninterrupted run: %s", "; ".join(changed))
 
 
 def check_same_formats(path: Path, before: str, precision: str) -> None:

@@ -17,6 +17,7 @@ from vlmcourse.config import TrainConfig
 from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.parallel import engines
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.train.nan_finder import find_in_step
 
 RUNS = {
     **{f"{strategy}, all towers": (strategy, "all towers", 2) for strategy in ENGINES},
@@ -82,6 +83,16 @@ def resume_elsewhere(folder: Path, ranks: Ranks) -> dict[str, str]:
     return said
 
 
+def find_a_nan(ranks: Ranks) -> list[str]:
+    """Spoil a picture of the second rank and look for it in an engine whose weights are shards."""
+    trainer = build(parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers"), ranks, WEIGHT_SEED)
+    batches = trainer.load_step(0)
+    for batch in batches[1:] if ranks.rank == 1 else []:
+        batch.pixel_values_ICHW.fill_(float("nan"))
+    trainer.load_step = lambda step: batches  # type: ignore[method-assign]
+    return find_in_step(trainer)
+
+
 def share_nothing(ranks: Ranks) -> str:
     """Start ZeRO-3 with DeepSpeed's own threshold, under which a small model stays whole; return what is said."""
     config = parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers")
@@ -105,6 +116,7 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {name: run(name, ranks) for name in RUNS}
     found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in (*DEEPSPEED, "accelerate-ddp")}
     found["elsewhere"] = resume_elsewhere(folder, ranks)
+    found["nan"] = find_a_nan(ranks)
     found["whole"] = share_nothing(ranks)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

@@ -79,6 +79,13 @@ def test_zero_3_that_shards_nothing_is_refused(found: list[dict[str, Any]]) -> N
         assert "not all is sharded" in of_rank["whole"]
 
 
+@pytest.mark.slow
+def test_the_nan_finder_looks_into_an_engine(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        [said] = of_rank["nan"]
+        assert said.startswith("rank 1, step 0, micro-batch 1: ")
+
+
 @pytest.mark.parametrize("strategy", ENGINES)
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_an_engine_refuses_any_other_axis_by_name(strategy: str, axis: str) -> None:

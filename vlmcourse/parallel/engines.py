@@ -136,7 +136,7 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     return deepspeed
 
 
-def check_deepspeed(engine: Any, stage: int, ranks: Ranks) -> None:
+def check_deepspeed(model: nn.Module, stage: int, ranks: Ranks) -> None:
     """Refuse an engine that is not what its strategy's name says: equal losses would not show it.
 
     Raises:
@@ -145,9 +145,9 @@ def check_deepspeed(engine: Any, stage: int, ranks: Ranks) -> None:
     import deepspeed
 
     where = f"rank {ranks.rank}: deepspeed-zero{stage}"
-    is_one = isinstance(engine, deepspeed.DeepSpeedEngine)
-    if not is_one:
-        raise RuntimeError(f"{where}: the model is a {type(engine).__name__}, not a DeepSpeedEngine")
+    if not isinstance(model, deepspeed.DeepSpeedEngine):
+        raise RuntimeError(f"{where}: the model is a {type(model).__name__}, not a DeepSpeedEngine")
+    engine: Any = model
     found = engine.zero_optimization_stage(), engine.dp_world_size, dist.get_world_size()
     if found != (stage, ranks.world_size, ranks.world_size):
         raise RuntimeError(

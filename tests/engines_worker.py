@@ -84,11 +84,12 @@ def resume_elsewhere(folder: Path, ranks: Ranks) -> dict[str, str]:
 
 
 def find_a_nan(ranks: Ranks) -> list[str]:
-    """Spoil a picture of the second rank and look for it in an engine whose weights are shards."""
+    """Spoil the pictures of the second rank and look for them in an engine whose weights are shards."""
     trainer = build(parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers"), ranks, WEIGHT_SEED)
     batches = trainer.load_step(0)
-    for batch in batches[1:] if ranks.rank == 1 else []:
-        batch.pixel_values_ICHW.fill_(float("nan"))
+    for batch in batches if ranks.rank == 1 else []:
+        if batch.pixel_values_ICHW is not None:
+            batch.pixel_values_ICHW.fill_(float("nan"))
     trainer.load_step = lambda step: batches  # type: ignore[method-assign]
     return find_in_step(trainer)
 

@@ -83,7 +83,7 @@ def test_zero_3_that_shards_nothing_is_refused(found: list[dict[str, Any]]) -> N
 def test_the_nan_finder_looks_into_an_engine(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         [said] = of_rank["nan"]
-        assert said.startswith("rank 1, step 0, micro-batch 1: ")
+        assert said.startswith("rank 1, step 0, micro-batch ")
 
 
 @pytest.mark.parametrize("strategy", ENGINES)

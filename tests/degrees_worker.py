@@ -119,13 +119,15 @@ def collect_refusals(ranks: Ranks) -> dict[str, str]:
         apply_strategy(torch.nn.Linear(4, 4), config, ranks, find_place(config, ranks, shape))
     except ValueError as error:
         found["another model"] = str(error)
-    auto = ParallelConfig(strategy="auto")
+    auto, fsdp = ParallelConfig(strategy="auto"), ParallelConfig(strategy="fsdp")
     place = find_place(ParallelConfig(strategy="ddp"), ranks)
     for name, attempt in {
         "unresolved": lambda: apply_strategy(build_model(shape, seed=0), auto, ranks),
         "unresolved, in a place": lambda: apply_strategy(build_model(shape, seed=0), auto, ranks, place),
         "unresolved, checked": lambda: check_strategy(build_model(shape, seed=0), auto, ranks, place),
         "unresolved place": lambda: find_place(auto, ranks),
+        "another place": lambda: apply_strategy(build_model(shape, seed=0), fsdp, ranks, place),
+        "another place, checked": lambda: check_strategy(build_model(shape, seed=0), fsdp, ranks, place),
         "another model in a pipeline": lambda: apply_strategy(torch.nn.Linear(4, 4), ParallelConfig(pp=4), ranks),
     }.items():
         try:

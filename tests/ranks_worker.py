@@ -19,6 +19,7 @@ from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Message, Sample
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.ledger import measure_ledger
+from vlmcourse.parallel import apply
 from vlmcourse.parallel.apply import apply_strategy, check_equal_weights, check_strategy
 from vlmcourse.parallel.comm import max_over_ranks, sum_over_ranks
 from vlmcourse.parallel.counting import CollectiveCounter
@@ -133,6 +134,12 @@ def check_refusals(ranks: Ranks) -> dict[str, str]:
     found["fsdp not wrapped"] = message_of(plain, "fsdp")
     found["single on two ranks"] = message_of(plain, "single")
     config = parity_config("ddp", 1, 2, "all towers").parallel
+    with mock.patch.object(apply, "apply_ddp", lambda model, _: model):
+        try:
+            apply_strategy(plain, config, ranks)
+            found["ddp that wraps nothing"] = "accepted"
+        except RuntimeError as error:
+            found["ddp that wraps nothing"] = str(error)
     ddp = apply_strategy(build_model(small_shape(), seed=ranks.rank), config, ranks)
     found["ddp"] = message_of(ddp, "ddp")
     found["ddp called fsdp"] = message_of(ddp, "fsdp")

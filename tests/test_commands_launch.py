@@ -144,7 +144,7 @@ def read_job(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_a_pytorchjob_carries_the_configuration_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--nodes", "3", "--nproc-per-node", "4", "--image", "registry.example:5000/vlmcourse:gpu"]
-    more = ["--name", "tiny-3", "--namespace", "lab", "--memory", "64Gi", "--cpus-per-node", "16", "--claim", "runs"]
+    more = ["--name", "tiny-3", "--namespace", "lab", "--memory", "0.5Ti", "--cpus-per-node", "16", "--claim", "runs"]
     config, job = read_job(launch(capsys, "--target", "k8s", *flags, *more, "--set", "train.num_steps=20"))
     assert config["data"] == {"config.toml": Path(TINY).read_text(encoding="utf-8")}
     assert config["metadata"] == {"name": "tiny-3-config", "namespace": "lab"}
@@ -154,7 +154,7 @@ def test_a_pytorchjob_carries_the_configuration_and_the_numbers(capsys: pytest.C
     assert replicas["Master"]["template"] == replicas["Worker"]["template"]
     (container,) = replicas["Master"]["template"]["spec"]["containers"]
     assert (container["name"], container["image"]) == ("pytorch", "registry.example:5000/vlmcourse:gpu")
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": 16, "memory": "64Gi"}}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": 16, "memory": "0.5Ti"}}
     meeting = ["--node-rank", "$(RANK)", "--master-addr", "$(MASTER_ADDR)", "--master-port", "$(MASTER_PORT)"]
     train = ["-m", "vlmcourse.cli", "train", f"{CONFIG_FOLDER}/config.toml", "--set", "train.num_steps=20"]
     command = ["torchrun", "--nnodes", "3", "--nproc-per-node", "4", *meeting, *train]
@@ -277,6 +277,7 @@ def test_one_host_needs_no_meeting_place(capsys: pytest.CaptureFixture[str]) -> 
         (["--target", "k8s", "--image", "x", "--namespace", "A"], "--namespace 'A': must be"),
         (["--target", "k8s", "--image", "x", "--claim", "a_b"], "--claim 'a_b': must be"),
         (["--target", "k8s", "--image", "x", "--memory", "lots"], "--memory 'lots': must be a number with a unit"),
+        (["--target", "k8s", "--image", "x", "--memory", "0.0Gi"], "--memory '0.0Gi': must be a number with a unit"),
         (["--target", "k8s", "--image", "x", "--memory", "64"], "--memory '64': must be a number with a unit"),
         (["--target", "k8s", "--image", "x", "--memory", "1.5"], "--memory '1.5': must be a number with a unit"),
         (["--target", "k8s", "--image", "x", "--claim", ""], "--claim '': must not be empty"),

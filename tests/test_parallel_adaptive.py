@@ -5,6 +5,7 @@ Four ranks are started once and run everything; the tests compare what they wrot
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from adaptive_cases import NUM_MICROBATCHES, OPTIMIZER, ROUTES, STEPS, Route, Trip, split_into, train_alone
 from adaptive_worker import BUGS, SLEEP_S, deal_to
 from combinations import Combination, divisible_shape
@@ -20,6 +22,7 @@ from parity import LOSS_TOLERANCE, check_gradient, check_parity, load
 from pipeline_cases import Case, pipeline_shape
 from pipeline_orders import torch_order
 from ranks import run_worker
+from torch.distributed.fsdp import FSDPModule
 
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
@@ -341,22 +344,48 @@ def test_heavy_micro_batches_decide_where_the_layers_go() -> None:
     assert seconds(best.split) < seconds(split_into((5, 6))) * 1.001 and seconds(best.split) < seconds(worse.split)
 
 
+def scheduler_of(schedule: str, layers: tuple[int, ...], tied: bool = False, **pipeline: Any) -> Any:
+    """Return a scheduler that can do nothing but propose."""
+    scheduler: Any = object.__new__(AdaptivePipelineScheduler)
+    stages = [SimpleNamespace(shape=pipeline_shape(tied))]
+    split = split_into(layers)
+    defaults = {"stages": stages, "modules": [], "schedule": schedule, "num_stages": len(layers), "split": split}
+    scheduler.pipeline, scheduler.max_search_s = SimpleNamespace(**defaults | pipeline), 60.0
+    return scheduler
+
+
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_a_tied_embedding_is_never_proposed_to_be_alone_on_the_last_stage(schedule: str) -> None:
-    scheduler = object.__new__(AdaptivePipelineScheduler)
     # Without the rule the last stage would begin with the fusion, the fourth layer and all behind it cost nothing.
     costs = (1.0, 1.0, 1.0, 1.0, 1.0, *[0.0] * 6)
     times = LayerTimes(costs, costs, 1, torch_order(schedule, 2, 4))
     for tied in (False, True):
-        scheduler.pipeline = SimpleNamespace(  # type: ignore[assignment]
-            stages=[SimpleNamespace(shape=pipeline_shape(tied))],
-            modules=[],
-            schedule=schedule,
-            num_stages=4,
-            split=split_into((8, 1, 1, 1)),
-        )
-        split = scheduler.propose(times).split
+        split = scheduler_of(schedule, (8, 1, 1, 1), tied).propose(times).split
         assert (find_tied_problem(schedule, split, tied_embeddings=True) is None) == tied
+
+
+def test_fsdp_is_never_proposed_a_stage_without_a_block() -> None:
+    costs = (*[1.0] * 10, 20.0)  # the output would best be alone
+    times = LayerTimes(costs, costs, 1, torch_order("1f1b", 2, 4))
+    for modules in ([], [object.__new__(FSDPModule)]):
+        split = scheduler_of("1f1b", (6, 5), modules=modules).propose(times).split
+        assert bool(split.language_blocks(1)) == bool(modules)
+
+
+def test_the_first_rank_searches_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank, whose processor rounds otherwise, does not follow its own opinion."""
+    costs = (4.0, *[1.0] * 10)
+    times = LayerTimes(costs, costs, 1, torch_order("1f1b", 2, 4))
+    first = scheduler_of("1f1b", (6, 5)).propose(times)
+    mine: Any = scheduler_of("1f1b", (6, 5))
+    mine.min_gain, mine.num_steps, mine.repeat_every, mine.decisions = 0.0, 3, 0, []
+    other = dataclasses.replace(first, split=split_into((1, 10)))
+    mine.everyone, mine._timer, mine.measure, mine.propose = None, None, lambda: times, lambda _: other
+    moved_to: list[StageSplit] = []
+    mine.move = moved_to.append
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda found, **_: found.__setitem__(0, first))
+    assert mine.decide().proposal == first and moved_to == [first.split]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

@@ -6,14 +6,14 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 
 import pytest
 from pipeline_orders import torch_order
 from test_planner_stages import shape_of
 
 from vlmcourse.parallel import best_split, split_search
-from vlmcourse.parallel.best_split import find_best_split
+from vlmcourse.parallel.best_split import BestSplit, find_best_split
 from vlmcourse.parallel.layer_times import LayerTimes
 from vlmcourse.parallel.played_step import Player, backward_costs, step_s
 from vlmcourse.parallel.step_paths import StepPaths
@@ -132,8 +132,36 @@ def test_the_search_that_leaves_splits_out_misses_none_that_is_better(
             patch.setattr(split_search, "WIDTHS", (1,))
             patch.setattr(split_search, "ROUNDS", 4)
             hasty = find_best_split(shape, times, schedule, present, **rules)
-        assert hasty.least_s <= exact.step_s * (1 + ROUNDING) and exact.step_s <= hasty.step_s * (1 + ROUNDING)
-        assert hasty.is_exact == (hasty.least_s == hasty.step_s)
+        check_bounds(hasty, exact)
+
+
+def check_bounds(hasty: BestSplit, exact: BestSplit) -> None:
+    """Raise AssertionError if a search that gave up says more than it can know."""
+    assert hasty.least_s <= exact.step_s * (1 + ROUNDING) and exact.step_s <= hasty.step_s * (1 + ROUNDING)
+    assert hasty.is_exact == (hasty.least_s == hasty.step_s)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_a_search_ends_when_its_time_is_up_and_says_how_far_from_the_best_it_may_be(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    draw, shape = random.Random(schedule), shape_of(4, 5)
+    present = split_evenly(shape, 4)
+    times = draw_times(draw, 4, 5, torch_order(schedule, 4 if schedule == "1f1b" else 2, 6), present)
+    exact = find_best_split(shape, times, schedule, present)
+    monkeypatch.setattr(best_split, "MAX_PLAYED", 0)
+    monkeypatch.setattr(split_search, "ROUNDS", 1)  # so that the first bound does not end it
+    tried = []
+    for max_looks in range(1, 12):
+        with monkeypatch.context() as patch:
+            clock = count()
+            patch.setattr(split_search.time, "monotonic", clock.__next__)
+            hasty = find_best_split(shape, times, schedule, present, max_search_s=max_looks)
+            num_looks = next(clock)
+        assert num_looks < max_looks + 6, "it goes on although its time is up"
+        check_bounds(hasty, exact)
+        tried.append(hasty.num_tried)
+    assert tried[0] < tried[-1], "it has looked at as much as without a limit"
 
 
 LARGE = [("1f1b", 16, 32), ("interleaved", 4, 8), ("zbv", 4, 16), ("dualpipev", 4, 16), ("gpipe", 16, 64)]

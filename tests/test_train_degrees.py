@@ -143,6 +143,8 @@ def test_what_cannot_be_is_refused_by_every_rank_with_the_reason(found: list[dic
             "unresolved, in a place": "'auto' is not chosen yet",
             "unresolved, checked": "'auto' is not chosen yet",
             "unresolved place": "'auto' is not chosen yet",
+            "another place": "makes dp_shard 4 of 4 ranks, but the place is of dp_replicate 4: call find_place",
+            "another place, checked": "makes dp_shard 4 of 4 ranks, but the place is of dp_replicate 4",
             "no loss": "the last stage of a pipeline needs loss_sum",
             "checkpoint of another shape": "tensors do not match, the first: model.vision.",
             "file lost": "FileNotFoundError",

@@ -116,6 +116,7 @@ def test_a_strategy_that_is_not_what_it_says_is_refused(found: list[dict[str, An
             "ddp not wrapped": "RuntimeError: rank",
             "fsdp not wrapped": "not wrapped by fully_shard",
             "single on two ranks": "ValueError: parallel.strategy = 'single' with 2 ranks",
+            "ddp that wraps nothing": "the model is a VLM, not a DistributedDataParallel",
             "ddp called fsdp": "not wrapped by fully_shard",
             "ddp with other weights": "weights of rank 1 differ from rank 0's, the first is vision.",
             "fsdp called ddp": "not a DistributedDataParallel",

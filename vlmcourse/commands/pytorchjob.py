@@ -21,7 +21,7 @@ LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """RFC 1123."""
 MAX_LABEL_CHARS = 63
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)")
+QUANTITY = re.compile(r"(?=.*[1-9])(0|[1-9]\d*)(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)")
 """Kubernetes reads a number without a unit as bytes, which nobody means."""
 CONTAINER = "pytorch"
 """The operator looks for a container of this name."""

@@ -93,6 +93,7 @@ class AdaptivePipelineScheduler:
         measure_steps: int = 3,
         min_gain: float = 0.05,
         repeat_every: int = 0,
+        max_search_s: float = 15.0,
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
         """Check that layers can be moved; call `step_done` after every optimizer step from now on.
@@ -105,6 +106,8 @@ class AdaptivePipelineScheduler:
             measure_steps: steps to measure.
             min_gain: by which share of its time a step must become shorter for layers to move, 0 to 1.
             repeat_every: steps from one decision to the beginning of the next measurement; 0 decides once.
+            max_search_s: seconds to look for the best split; a decision then says how far from it the one found can be.
+                Well below the time limit of a collective: the other ranks wait in one.
             everyone: all ranks that have stages of the model; None is all ranks there are. All of them must make such a
                 scheduler with the same numbers.
 
@@ -119,12 +122,15 @@ class AdaptivePipelineScheduler:
         ):
             if value < least:
                 raise ValueError(f"{name} = {value}: must be at least {least}")
+        if max_search_s <= 0:
+            raise ValueError(f"max_search_s = {max_search_s}: must be greater than 0 seconds")
         if not 0 <= min_gain < 1:
             raise ValueError(f"min_gain = {min_gain}: it is a share of a step's time, from 0 to below 1")
         self.model = pipeline if isinstance(pipeline, PipelinedModel) else None
         self.pipeline = pipeline.pipeline if isinstance(pipeline, PipelinedModel) else pipeline
         self.optimizer, self.everyone = optimizer, everyone
         self.measure_steps, self.min_gain, self.repeat_every = measure_steps, min_gain, repeat_every
+        self.max_search_s = max_search_s
         self.decisions: list[Decision] = []
         """What was decided so far, oldest first."""
         self.num_steps = 0
@@ -209,6 +215,7 @@ class AdaptivePipelineScheduler:
             pipeline.split,
             block_each=any(isinstance(module, FSDPModule) for module in pipeline.modules),
             output_apart=shape.language.tied_embeddings and SCHEDULES[pipeline.schedule].splits_backward,
+            max_search_s=self.max_search_s,
         )
         before_s = step_s(times, pipeline.split)
         return Proposal(pipeline.split, best.split, times, before_s, best.step_s, best.least_s)

@@ -75,6 +75,7 @@ def apply_strategy(
         )
     if config.tp * config.cp * config.pp > 1:
         as_vlm(model)
+    _check_place(place, config, ranks)
     place = place or find_place(config, ranks)
     if config.pp > 1:
         if loss_sum is None:
@@ -169,7 +170,8 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
     Communicates: whole weights: an all-gather of 8 bytes a parameter; shards: an all-reduce of 16 bytes.
     """
     check_usable(config)
-    layout = place.layout if place is not None else find_layout(config, ranks.world_size)
+    _check_place(place, config, ranks)
+    layout = find_layout(config, ranks.world_size)
     where = f"rank {ranks.rank}: strategy {config.strategy!r}"
     if ranks.world_size > 1:
         group_size = dist.get_world_size() if dist.is_initialized() else 0
@@ -179,6 +181,16 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
         raise RuntimeError(f"{where}: pp={config.pp}, but the model is a {type(model).__name__}")
     for part in model.stages if isinstance(model, PipelinedModel) else [model]:
         _check_part(part, config, layout, ranks, where)
+
+
+def _check_place(place: Place | None, config: ParallelConfig, ranks: Ranks) -> None:
+    """Refuse a place that was found for another configuration: the model would be cut in another way than it says."""
+    expected = find_layout(config, ranks.world_size)
+    if place is not None and place.layout != expected:
+        raise ValueError(
+            f"rank {ranks.rank}: strategy {config.strategy!r} makes {expected} of {ranks.world_size} ranks, but the "
+            f"place is of {place.layout}: call find_place with the same configuration"
+        )
 
 
 def _check_part(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:

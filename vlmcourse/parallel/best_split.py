@@ -23,7 +23,7 @@ from vlmcourse.planner.stages import StageSplit, split_at, split_by_cost, stage_
 from vlmcourse.presets import VLMShape
 
 MAX_PLAYED = 50_000_000
-"""Splits x actions of a step up to which every split is played: about a second."""
+"""Splits x actions of a step up to which every split is played: a few seconds at most."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ def find_best_split(
     *,
     block_each: bool = False,
     output_apart: bool = False,
+    max_search_s: float = math.inf,
 ) -> BestSplit:
     """Find the split with the shortest step.
 
     Gpipe's is found by dynamic programming. For the other schedules every split is played where splits x actions are at
     most `MAX_PLAYED`; where they are more, `SplitSearch` leaves those out of which it can show that they are no better.
-    It gives up where it would have to look at too many; the result then says how far from the best it can be at most.
+    It gives up where it would have to look at too many, or for too long; the result then says how far from the best it
+    can be at most.
 
     Args:
         shape: the model's shape.
@@ -66,6 +68,7 @@ def find_best_split(
         present: the present split, which wins where no other is better.
         block_each: see `split_by_cost`.
         output_apart: see `split_by_cost`.
+        max_search_s: seconds that `SplitSearch` may take, and the few more that one cut takes.
 
     Raises:
         ValueError: if the times have no order, or there are fewer layers (or blocks) than stages.
@@ -88,7 +91,8 @@ def find_best_split(
         cuts, step_s = player.best_of(candidates)
         least_s, num_tried = step_s, len(candidates)
     else:
-        search = SplitSearch(player, may_be_stage, _order_of_cuts(schedule, num_stages), _cuts_of(by_cost))
+        order = _order_of_cuts(schedule, num_stages)
+        search = SplitSearch(player, may_be_stage, order, _cuts_of(by_cost), max_search_s)
         cuts, step_s, least_s, num_tried = search.run()
     if present_s <= step_s * (1 + ROUNDING):
         least_s = present_s if least_s >= step_s else min(least_s, present_s)

@@ -148,12 +148,6 @@ class ParallelConfig:
                 f"parallel.strategy = {self.strategy!r} with tp = {self.tp}, pp = {self.pp}: its ranks exchange the "
                 "gradients of a whole model; choose 'fsdp' or 'zero2', or 'single' if no rank is left over for data"
             )
-        if self.strategy in ENGINES and self.tp * self.cp * self.pp > 1:
-            found.append(
-                f"parallel.strategy = {self.strategy!r} with tp = {self.tp}, cp = {self.cp}, pp = {self.pp}: the "
-                "engine shares samples between all ranks and knows of no other axis; choose 'ddp', 'zero2' or 'fsdp', "
-                "or leave these degrees at 1"
-            )
         if self.compression != "none" and self.strategy != "ddp":
             found.append(
                 f"parallel.compression = {self.compression!r} with strategy = {self.strategy!r}: only ddp has a hook "
@@ -185,7 +179,17 @@ class ParallelConfig:
                 f"parallel.vision_stages = {self.vision_stages} with pp = {self.pp}: at least one stage must be left "
                 "for the language tower"
             )
-        return found + self._unread()
+        return found + self._refused_by_engine() + self._unread()
+
+    def _refused_by_engine(self) -> list[str]:
+        """Return which axes an engine of another project does not know, in one sentence."""
+        if self.strategy not in ENGINES or self.tp * self.cp * self.pp == 1:
+            return []
+        return [
+            f"parallel.strategy = {self.strategy!r} with tp = {self.tp}, cp = {self.cp}, pp = {self.pp}: the engine "
+            "shares samples between all ranks and knows of no other axis; choose 'ddp', 'zero2' or 'fsdp', or leave "
+            "these degrees at 1"
+        ]
 
     def _unread(self) -> list[str]:
         """Return which values nothing would read, one sentence each."""

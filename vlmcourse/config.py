@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.batch import describe_batch, effective_batch_size
+from vlmcourse.engine_rules import engine_problems
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
 from vlmcourse.recompute import ActivationsConfig
@@ -216,6 +217,7 @@ class TrainConfig:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         found += precision_problems(self.train.precision, self.parallel)
         found += self.activations.contradictions(self.parallel, self.model.freeze)
+        found += engine_problems(self.parallel.strategy, self.train.precision, self.activations)
         if found:
             raise ConfigError("The training configuration", found)
 

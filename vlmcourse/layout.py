@@ -20,8 +20,12 @@ from dataclasses import dataclass
 
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, did_you_mean
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto")
-WHOLE_WEIGHTS = ("single", "ddp", "zero1")
+DEEPSPEED = {"deepspeed-zero1": 1, "deepspeed-zero2": 2, "deepspeed-zero3": 3}
+"""Strategies that a DeepSpeed engine carries out -> its ZeRO stage."""
+ENGINES = (*DEEPSPEED, "accelerate-ddp")
+"""Strategies that another project's engine carries out, behind the same Trainer."""
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto", *ENGINES)
+WHOLE_WEIGHTS = ("single", "ddp", "zero1", "deepspeed-zero1", "deepspeed-zero2", "accelerate-ddp")
 """Strategies whose data-parallel ranks each hold all weights of their stage."""
 SHARDED = ("zero2", "fsdp", "hsdp")
 """Strategies that FSDP2 carries out."""
@@ -44,7 +48,8 @@ class ParallelConfig:
 
     strategy: str = "single"
     """What data-parallel ranks split: single (there is one), ddp (nothing), zero1 (optimizer state), zero2 (gradients
-    too), fsdp (weights too), hsdp (as fsdp, in several copies). auto chooses, and the degrees with it."""
+    too), fsdp (weights too), hsdp (as fsdp, in several copies). auto chooses, and the degrees with it.
+    deepspeed-zero1, -zero2, -zero3 and accelerate-ddp leave the same to these libraries."""
     dp_replicate: int = 0
     """hsdp only: whole copies of the training state; 0 takes what the other degrees leave over."""
     dp_shard: int = 0
@@ -174,7 +179,17 @@ class ParallelConfig:
                 f"parallel.vision_stages = {self.vision_stages} with pp = {self.pp}: at least one stage must be left "
                 "for the language tower"
             )
-        return found + self._unread()
+        return found + self._refused_by_engine() + self._unread()
+
+    def _refused_by_engine(self) -> list[str]:
+        """Return which axes an engine of another project does not know, in one sentence."""
+        if self.strategy not in ENGINES or self.tp * self.cp * self.pp == 1:
+            return []
+        return [
+            f"parallel.strategy = {self.strategy!r} with tp = {self.tp}, cp = {self.cp}, pp = {self.pp}: the engine "
+            "shares samples between all ranks and knows of no other axis; choose 'ddp', 'zero2' or 'fsdp', or leave "
+            "these degrees at 1"
+        ]
 
     def _unread(self) -> list[str]:
         """Return which values nothing would read, one sentence each."""

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
-from vlmcourse.layout import SHARDED, Layout, check_usable, find_layout
+from vlmcourse.layout import DEEPSPEED, SHARDED, Layout, check_usable, find_layout
 from vlmcourse.models.vlm import VLM
+from vlmcourse.parallel.accelerated import apply_accelerate
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.compression import compress_gradients
 from vlmcourse.parallel.context import apply_context, take_part_of_labels
@@ -50,7 +51,7 @@ def apply_strategy(
     Args:
         model: a plain model on CPU or `ranks.device`, its towers already frozen where wanted. Where weights are sharded
             and nothing else is split, all ranks but 0 may bring one on the meta device.
-        config: strategy and degrees; not auto any more.
+        config: strategy and degrees; not auto any more, and not one of `DEEPSPEED` (see `engines.start_deepspeed`).
         ranks: this process's place.
         place: what `find_place` returned for the same arguments, where that has been called already.
         loss_sum: makes the sum of token losses of logits and labels; a pipeline needs it.
@@ -67,6 +68,11 @@ def apply_strategy(
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
     check_usable(config)
+    if config.strategy in DEEPSPEED:
+        raise ValueError(
+            f"parallel.strategy = {config.strategy!r}: an engine takes the optimizer too; call "
+            "engines.start_deepspeed, as a Trainer does"
+        )
     if config.tp * config.cp * config.pp > 1:
         as_vlm(model)
     _check_place(place, config, ranks)
@@ -114,6 +120,8 @@ def _distribute(
         if config.compression != "none":
             compress_gradients(wrapped, config.compression)
         return wrapped
+    if config.strategy == "accelerate-ddp":
+        return apply_accelerate(model.to(ranks.device), ranks)
     if config.strategy in SHARDED:  # moves to the device block by block, as it shards
         return apply_fsdp(
             model,
@@ -190,7 +198,7 @@ def _check_part(model: nn.Module, config: ParallelConfig, layout: Layout, ranks:
     if config.tp > 1:
         check_tensor(as_vlm(unwrap(model)), config.vision_plan)
     is_ddp = isinstance(model, DistributedDataParallel)
-    if config.strategy in ("ddp", "zero1"):
+    if config.strategy in ("ddp", "zero1", "accelerate-ddp"):
         if not is_ddp:
             raise RuntimeError(f"{where}: the model is a {type(model).__name__}, not a DistributedDataParallel")
         check_equal_weights(model.module, ranks)

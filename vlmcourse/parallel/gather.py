@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from vlmcourse.parallel.apply import named_plain_parameters
 from vlmcourse.parallel.comm import gather_full
+from vlmcourse.parallel.engines import gather_engine_state
 from vlmcourse.parallel.padding import cut_to, plain_sizes
 from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.sync import is_engine
 from vlmcourse.presets import VLMShape
 
 
@@ -26,6 +28,8 @@ def gather_plain_state(model: nn.Module, shape: VLMShape, *, gradients: bool = F
         gradients: return the `.grad` of the parameters that have one instead.
     Communicates: an all-gather of each sharded weight; in a pipeline also one of each stage's weights.
     """
+    if is_engine(model):
+        return gather_engine_state(model, gradients=gradients)
     sizes, state = plain_sizes(shape), {}
     for name, parameter in named_plain_parameters(model):
         tensor = parameter.grad if gradients else parameter

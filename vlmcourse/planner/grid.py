@@ -74,7 +74,9 @@ def _describe_rank(rank: int, config: ParallelConfig, layout: Layout, split: Sta
     if config.strategy in SHARDED:
         until = " between steps" if config.strategy == "zero2" else ""
         parts.append(f"in shards of 1/{layout.dp_shard * layout.cp}{until}")
-    if config.strategy == "zero1":
+    if config.strategy == "deepspeed-zero3":
+        parts.append(f"in shards of 1/{layout.dp_shard}")
+    if config.strategy in ("zero1", "deepspeed-zero1", "deepspeed-zero2"):
         parts.append(f"1/{layout.summed_degree} of the optimizer's state")
     return RankShare(
         rank=rank,

@@ -9,6 +9,7 @@ in use.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -25,18 +26,28 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vlmcourse.config import TrainConfig
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.data import local_optimizer
+from vlmcourse.parallel.engines import load_engine, save_engine
 from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.train.folder import META_NAME, POINTER_NAME
+from vlmcourse.parallel.sync import is_engine
+from vlmcourse.train.folder import META_NAME, POINTER_NAME, read_meta
 from vlmcourse.train.low_precision import LowPrecisionAdamW
 from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
 from vlmcourse.train.precision import BF16_WEIGHTS
 
 logger = logging.getLogger(__name__)
+ENGINE_FOLDER = "deepspeed"
+"""Where a checkpoint keeps what a DeepSpeed engine wrote, in the place of PyTorch's distributed checkpoint."""
+HARMLESS_CHANGES = (
+    *("name", "output_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("micro_batch_size", "accumulation_steps"),
+)
+"""Keys that change no loss at a resume (the last two as long as their product with the number of ranks stays)."""
 
 
 def save_checkpoint(
@@ -73,12 +84,12 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     wait_for_all(ranks)
     with _quiet_single(ranks), readable_errors(f"the checkpoint {str(final)!r} cannot be saved", "report this"):
-        dcp.save(
-            named_state(model, optimizer),
-            checkpoint_id=partial,
-            planner=PlainSavePlanner(_plain_sizes_of(model)),
-            no_dist=ranks.world_size == 1,
-        )
+        if is_engine(model):
+            save_engine(model, partial / ENGINE_FOLDER)
+        else:
+            planner = PlainSavePlanner(_plain_sizes_of(model))
+            no_dist = ranks.world_size == 1
+            dcp.save(named_state(model, optimizer), checkpoint_id=partial, planner=planner, no_dist=no_dist)
     if ranks.is_main:
         _write_durably(partial / META_NAME, json.dumps({**meta, "step": step}, indent=2))
         _replace_folder(partial, final)
@@ -102,6 +113,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
         RuntimeError: on every rank, if a file cannot be read.
     Communicates: the few kilobytes with which the ranks agree who reads what.
     """
+    if is_engine(model) or (path / ENGINE_FOLDER).exists():
+        _load_engine(path, model, ranks)
+        return
     state = named_state(model, optimizer)
     what = f"the checkpoint {str(path)!r} cannot be loaded"
     remedy = "a run goes on with the model and frozen towers that were saved; set them back, or start a new run"
@@ -109,6 +123,55 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
         planner = PlainLoadPlanner(_plain_sizes_of(model))
         dcp.load(state, checkpoint_id=path, planner=planner, no_dist=ranks.world_size == 1)  # in place
     _fill_second_copies(model, optimizer)
+
+
+def _load_engine(path: Path, model: nn.Module, ranks: Ranks) -> None:
+    """Load what a DeepSpeed engine saved into an engine of the same stage on as many ranks; refuse anything else."""
+    meta = read_meta(path)
+    before, now = meta["config"]["parallel"]["strategy"], "another strategy"
+    if is_engine(model):
+        engine: Any = model
+        now = f"deepspeed-zero{engine.zero_optimization_stage()}"
+    if before != now or meta["world_size"] != ranks.world_size:
+        raise ValueError(
+            f"the checkpoint {str(path)!r} is of {before} on {meta['world_size']} ranks, and this run is {now} on "
+            f"{ranks.world_size}: a DeepSpeed engine's shards load into the same stage on as many ranks, and nothing "
+            "else into an engine; set parallel.strategy and the number of ranks back, or start a new run"
+        )
+    load_engine(model, path / ENGINE_FOLDER)
+
+
+def check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, global_batch_size: int) -> None:
+    """Refuse a checkpoint of another model; warn of what changes the losses that follow.
+
+    Args:
+        path: the checkpoint's folder.
+        meta: what was kept beside its tensors.
+        config: the present run.
+        global_batch_size: samples of one of its optimizer steps.
+
+    Raises:
+        ValueError: if the model, the frozen towers or what the precision stores differs.
+    """
+    saved, present = meta["config"], dataclasses.asdict(config)
+    for key, value in present["model"].items():
+        before = saved["model"].get(key)
+        if before != (list(value) if isinstance(value, tuple) else value):
+            raise ValueError(
+                f"model.{key} = {value!r}, but the checkpoint {str(path)!r} was saved with {before!r}: a run goes on "
+                "with the same model and frozen towers; set it back, or start a new run"
+            )
+    check_same_formats(path, saved["train"].get("precision", "fp32"), config.train.precision)
+    changed = [
+        f"{section}.{key} from {saved[section].get(key)!r} to {value!r}"
+        for section in ("run", "data", "train", "optimizer")
+        for key, value in present[section].items()
+        if saved[section].get(key) != value and key not in HARMLESS_CHANGES
+    ]
+    if meta["global_batch_size"] != global_batch_size:
+        changed.append(f"the global batch from {meta['global_batch_size']} to {global_batch_size} samples")
+    if changed:
+        logger.warning("resuming with changes, so losses will differ from an uninterrupted run: %s", "; ".join(changed))
 
 
 def check_same_formats(path: Path, before: str, precision: str) -> None:

@@ -27,6 +27,7 @@ from vlmcourse.models.generate import generate
 from vlmcourse.parallel.apply import as_vlm, plain_parts, unwrap
 from vlmcourse.parallel.comm import max_over_ranks, sum_over_ranks
 from vlmcourse.parallel.context import without_context
+from vlmcourse.parallel.engines import splits_weights
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.pipelined_generation import generate_in_pipeline
 from vlmcourse.parallel.ranks import Ranks
@@ -108,7 +109,7 @@ def questions_of(sample: Sample) -> list[Sample]:
 
 def _goes_in_step(model: nn.Module) -> bool:
     """Whether weights are shards, which all ranks must gather together."""
-    return any(isinstance(part, FSDPModule) for part in plain_parts(model))
+    return any(isinstance(part, FSDPModule) or splits_weights(part) for part in plain_parts(model))
 
 
 @contextmanager
@@ -118,7 +119,7 @@ def _for_generation(model: nn.Module) -> Iterator[None]:
     model.eval()
     with ExitStack() as stack:
         for part in parts:
-            part.vision_on_every_batch = isinstance(part, FSDPModule)
+            part.vision_on_every_batch = isinstance(part, FSDPModule) or splits_weights(part)
             if part.language.take_part is not None:
                 stack.enter_context(without_context(part))
         try:

@@ -32,6 +32,7 @@ from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.context import without_context
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.sync import is_engine
 from vlmcourse.train.accumulate import micro_batch_loss_sum, sum_weights
 from vlmcourse.train.optimizer import freeze_towers
 from vlmcourse.train.precision import prepare_weights
@@ -259,7 +260,7 @@ def find_in_step(trainer: Trainer) -> list[str]:
     ranks, train = trainer.ranks, trainer.config.train
     model = unwrap(trainer.model)
     alone: AbstractContextManager[object] = nullcontext()
-    if _is_in_pieces(model):
+    if is_engine(trainer.model) or _is_in_pieces(model):  # an engine's hooks would exchange what is found here
         model = _copy_whole(trainer)
     elif isinstance(model, VLM) and model.language.take_part is not None:
         alone = without_context(model)

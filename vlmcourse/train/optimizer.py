@@ -19,6 +19,7 @@ from vlmcourse.parallel.apply import named_plain_parameters
 from vlmcourse.parallel.clipping import clip_over_stages, multiply_local_parts, total_norm
 from vlmcourse.parallel.data import shard_optimizer
 from vlmcourse.parallel.pipelined import PipelinedModel
+from vlmcourse.parallel.sync import is_engine
 from vlmcourse.train.low_precision import LowPrecisionAdamW
 
 
@@ -127,9 +128,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale all gradients of a model down so that their global norm is at most `max_norm`, under any strategy.
 
     Returns:
-        The L2 norm of the whole gradient before clipping, equal on every rank.
+        The L2 norm of the whole gradient before clipping, equal on every rank; of a DeepSpeed engine, nan.
     Communicates: see `clip_global_norm`; in a pipeline an all-reduce of 8 bytes over its ranks.
     """
+    if is_engine(model):
+        return math.nan  # the engine clips in its step, and knows the norm after it
     if not isinstance(model, PipelinedModel):
         return clip_global_norm(model.parameters(), max_norm)
     pipeline = model.pipeline

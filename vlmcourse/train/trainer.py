@@ -22,13 +22,14 @@ from vlmcourse.data import build_dataset
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import load_tokenizer
-from vlmcourse.layout import SHARDED, sequence_multiple
+from vlmcourse.layout import DEEPSPEED, SHARDED, sequence_multiple
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
+from vlmcourse.parallel.engines import start_deepspeed
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -37,7 +38,7 @@ from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
 from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches
-from vlmcourse.train.checkpoint import check_same_formats, load_checkpoint, save_checkpoint
+from vlmcourse.train.checkpoint import check_resumable, load_checkpoint, save_checkpoint
 from vlmcourse.train.evaluate import ExactMatch, evaluate_exact_match
 from vlmcourse.train.folder import check_steps_left, find_checkpoint, read_meta, run_folder
 from vlmcourse.train.loss import TokenLoss
@@ -55,11 +56,6 @@ from vlmcourse.train.seed import seed_step
 logger = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 64
 """Questions that one rank answers at a time; a pipeline answers micro-batches, see `Trainer.evaluate`."""
-HARMLESS_CHANGES = (
-    *("name", "output_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-    *("micro_batch_size", "accumulation_steps"),
-)
-"""Keys that change no loss at a resume (the last two as long as their product with the number of ranks stays)."""
 
 
 class Trainer:
@@ -141,14 +137,16 @@ class Trainer:
         freeze_towers(plain, config.model.freeze)
         prepare_weights(plain, config, self.ranks.device)
         loss_sum = TokenLoss(config.train.loss_weighting)
-        self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
-        self.optimizer = build_optimizer(
-            self.model,
-            config.optimizer,
-            shards_state=self.parallel.strategy == "zero1",
-            precision=config.train.precision,
-            seed=config.run.seed,
-        )
+        options = {"precision": config.train.precision, "seed": config.run.seed}
+        self.model: torch.nn.Module
+        self.optimizer: Any
+        if self.parallel.strategy in DEEPSPEED:  # an engine takes both together
+            optimizer = build_optimizer(plain.to(self.ranks.device), config.optimizer, **options)
+            self.model, self.optimizer = start_deepspeed(plain, optimizer, config, self.ranks)
+        else:
+            self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+            shards_state = self.parallel.strategy == "zero1"
+            self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=shards_state, **options)
         self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
 
     def _build_model(self) -> VLM:
@@ -213,6 +211,7 @@ class Trainer:
             hook(self)
         if is_finite:
             self.optimizer.step()
+        grad_norm = getattr(self.optimizer, "grad_norm", grad_norm)  # an engine knows it now
         self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
@@ -352,7 +351,7 @@ class Trainer:
         """
         checkpoint = find_checkpoint(Path(path) if path is not None else run_folder(self.config))
         meta = read_meta(checkpoint)
-        _check_resumable(checkpoint, meta, self.config, self.global_batch_size)
+        check_resumable(checkpoint, meta, self.config, self.global_batch_size)
         if self.scheduler is not None:
             self.scheduler.start_from(meta.get("layers_per_stage", ()))
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)
@@ -364,26 +363,3 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         """Whether something done every so many steps (0: only at the end) is due now; at the end everything is."""
         return self.step == self.config.train.num_steps or (every > 0 and self.step % every == 0)
-
-
-def _check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, global_batch_size: int) -> None:
-    """Refuse a checkpoint of another model; warn of what changes the losses that follow."""
-    saved, present = meta["config"], dataclasses.asdict(config)
-    for key, value in present["model"].items():
-        before = saved["model"].get(key)
-        if before != (list(value) if isinstance(value, tuple) else value):
-            raise ValueError(
-                f"model.{key} = {value!r}, but the checkpoint {str(path)!r} was saved with {before!r}: a run goes on "
-                "with the same model and frozen towers; set it back, or start a new run"
-            )
-    check_same_formats(path, saved["train"].get("precision", "fp32"), config.train.precision)
-    changed = [
-        f"{section}.{key} from {saved[section].get(key)!r} to {value!r}"
-        for section in ("run", "data", "train", "optimizer")
-        for key, value in present[section].items()
-        if saved[section].get(key) != value and key not in HARMLESS_CHANGES
-    ]
-    if meta["global_batch_size"] != global_batch_size:
-        changed.append(f"the global batch from {meta['global_batch_size']} to {global_batch_size} samples")
-    if changed:
-        logger.warning("resuming with changes, so losses will differ from an uninterrupted run: %s", "; ".join(changed))

@@ -1,0 +1,225 @@
+"""DeepSpeed behind the same Trainer: a plain model and its optimizer in, an engine out that is what its name says.
+
+Enters: a plain model, AdamW over its parameters, and a `TrainConfig` whose strategy is deepspeed-zero1, -zero2 or
+-zero3. Leaves: a `DeepSpeedEngine`, its settings generated from ours, and an `EngineOptimizer` that lets it step. What
+the engine is, is checked after start: on CPU ranks DeepSpeed's settings can be accepted and do nothing (a small model
+under ZeRO-3 is not sharded at all by default). Chapter 5.
+
+DeepSpeed compiles operations at first use. Nothing here needs one: the optimizer is PyTorch's, and on CPU ranks the
+all-reduce over shared memory is left out, so that gloo carries everything.
+
+Source: Rajbhandari et al. 2020 (ZeRO); documentation of DeepSpeed's JSON configuration and of `DeepSpeedEngine`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vlmcourse.config import TrainConfig
+from vlmcourse.layout import DEEPSPEED
+from vlmcourse.parallel.ranks import Ranks
+
+TAG = "state"
+"""What DeepSpeed calls the checkpoint inside the folder that it is given."""
+
+
+def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a run, as its JSON file would hold it.
+
+    The optimizer is not in it: rates differ by tower, so the engine is given ours. Learning rates are set from outside
+    in every step, and the loss is divided by the tokens of the whole step before the engine sees it.
+
+    Args:
+        config: the run; its strategy is one of `DEEPSPEED`.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": config.train.accumulation_steps,
+        "gradient_clipping": config.train.max_grad_norm,
+        "zero_optimization": {
+            "stage": DEEPSPEED[config.parallel.strategy],
+            # By default parameters below 100,000 elements stay whole on every rank: all of a tiny model.
+            "stage3_param_persistence_threshold": 0,
+        },
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+    }
+
+
+class EngineOptimizer:
+    """Stands where a Trainer has an optimizer, and lets the engine clip, update and forget its gradients."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.grad_norm = float("nan")
+        """L2 norm of the whole gradient of the last step, before clipping, equal on every rank."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups that `build_optimizer` made, with shards in the place of parameters; rates are set in them."""
+        return self.engine.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine has forgotten its gradients at the end of its step."""
+
+    def step(self) -> None:
+        """Clip the gradients and update the weights.
+
+        Raises:
+            RuntimeError: if the engine made no step.
+        Communicates: an all-reduce of a few bytes for the norm; under ZeRO-1 and 2 an all-gather of all weights.
+        """
+        before = self.engine.global_steps
+        self.engine.step()
+        if self.engine.global_steps != before + 1:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: the DeepSpeed engine counts {self.engine.global_steps - before} steps "
+                "instead of 1: run the last micro-batch inside gradient_sync(model, True), as accumulate_gradients does"
+            )
+        self.grad_norm = float(self.engine.get_global_grad_norm())
+
+
+def start_deepspeed(
+    model: nn.Module, optimizer: Optimizer, config: TrainConfig, ranks: Ranks
+) -> tuple[nn.Module, EngineOptimizer]:
+    """Give a plain model and its optimizer to a DeepSpeed engine.
+
+    Args:
+        model: plain, on CPU or `ranks.device`; weights may differ between ranks, rank 0's win.
+        optimizer: of `build_optimizer` over the parameters of `model`, without state.
+        config: the run.
+        ranks: this process's place, in a process group that exists.
+
+    Returns:
+        The engine, which is a module around `model`, and what steps it.
+
+    Raises:
+        RuntimeError: if DeepSpeed runs on another kind of device than the ranks, or the engine is not what the
+            strategy says.
+    Communicates: a broadcast of all weights from rank 0, and a few bytes of checks.
+    """
+    deepspeed = _import_deepspeed(ranks)
+    settings = build_deepspeed_settings(config)
+    engine = deepspeed.initialize(model=model.to(ranks.device), optimizer=optimizer, config=settings)[0]
+    check_deepspeed(engine, DEEPSPEED[config.parallel.strategy], ranks)
+    return engine, EngineOptimizer(engine)
+
+
+def _import_deepspeed(ranks: Ranks) -> Any:
+    """Import DeepSpeed for the kind of device that the ranks have, and let it use their process group."""
+    wanted = ranks.device.type
+    os.environ.setdefault("DS_ACCELERATOR", wanted)  # read once, at import
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    found = accelerator.device_name()
+    if found != wanted:
+        raise RuntimeError(
+            f"rank {ranks.rank}: DeepSpeed runs on {found!r} and this rank on {wanted!r}: set DS_ACCELERATOR={wanted} "
+            "before the ranks start, and import deepspeed nowhere earlier"
+        )
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls collectives by names that PyTorch has renamed: one remark a call and rank.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if wanted == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for half a minute at first use
+    deepspeed.init_distributed(dist_backend=ranks.backend, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def check_deepspeed(model: nn.Module, stage: int, ranks: Ranks) -> None:
+    """Refuse an engine that is not what its strategy's name says: equal losses would not show it.
+
+    Raises:
+        RuntimeError: if the wrapper, the stage, the number of ranks, the number format or the shards are others.
+    """
+    import deepspeed
+
+    where = f"rank {ranks.rank}: deepspeed-zero{stage}"
+    if not isinstance(model, deepspeed.DeepSpeedEngine):
+        raise RuntimeError(f"{where}: the model is a {type(model).__name__}, not a DeepSpeedEngine")
+    engine: Any = model
+    found = engine.zero_optimization_stage(), engine.dp_world_size, dist.get_world_size()
+    if found != (stage, ranks.world_size, ranks.world_size):
+        raise RuntimeError(
+            f"{where}: the engine has ZeRO stage {found[0]} over {found[1]} of {found[2]} ranks instead of stage "
+            f"{stage} over {ranks.world_size}: start the ranks with --nproc, %%torchrun or torchrun"
+        )
+    if engine.fp16_enabled() or engine.bfloat16_enabled():
+        raise RuntimeError(f"{where}: the engine trains in 16 bits instead of fp32: leave fp16 and bf16 out")
+    mine, whole = count_sharded(engine, stage)
+    # Each tensor, or group of them, is filled up until the ranks divide it and their parts are aligned.
+    filling = 2 * ranks.world_size * sum(1 for _ in engine.module.parameters())
+    if mine > whole / ranks.world_size + filling:
+        raise RuntimeError(
+            f"{where}: this rank holds {mine:,} elements of {whole:,}, and must hold 1/{ranks.world_size} of them: not "
+            "all is sharded; look at zero_optimization in the engine's settings"
+        )
+
+
+def count_sharded(engine: Any, stage: int) -> tuple[int, int]:
+    """Return how many elements of what the stage splits this rank holds, and how many there are.
+
+    Args:
+        engine: a DeepSpeed engine.
+        stage: 1 and 2 split what is updated (the fp32 weights in the optimizer), 3 all weights.
+    """
+    parameters = list(engine.module.parameters())
+    if stage == 3:
+        whole = sum(p.ds_numel for p in parameters)
+        # Below the threshold a parameter is "persistent": cut up at first, but whole on every rank after one forward.
+        held = sum(p.ds_numel if p.ds_persist else p.ds_tensor.numel() for p in parameters)
+        return held, whole
+    mine = sum(partition.numel() for partition in engine.optimizer.single_partition_of_fp32_groups)
+    return mine, sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def splits_weights(model: nn.Module) -> bool:
+    """Whether a model's weights are shards of DeepSpeed (ZeRO-3), which all ranks must gather together."""
+    return any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
+
+
+def gather_engine_state(engine: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Return whole weights or gradients by their names in the plain model, on CPU; all ranks must call this.
+
+    Args:
+        engine: a DeepSpeed engine.
+        gradients: return those of the step whose last micro-batch has run and whose update has not, before clipping.
+    Communicates: an all-gather of what is sharded.
+    """
+    import deepspeed
+
+    named = list(engine.module.named_parameters())
+    if gradients:
+        found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in named if p.requires_grad}
+        return {name: gradient.to("cpu", copy=True) for name, gradient in found.items() if gradient is not None}
+    with deepspeed.zero.GatheredParameters([p for _, p in named]):
+        return {name: p.detach().to("cpu", copy=True) for name, p in named}
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def save_engine(engine: Any, folder: Path) -> None:
+    """Write weights and optimizer state as DeepSpeed does, each rank its shards; all ranks must call this."""
+    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+
+def load_engine(engine: Any, folder: Path) -> None:
+    """Overwrite weights and optimizer state with what `save_engine` wrote; all ranks must call this.
+
+    Raises:
+        RuntimeError: if DeepSpeed finds nothing to load.
+    """
+    path, _ = engine.load_checkpoint(str(folder), tag=TAG)
+    if path is None:
+        raise RuntimeError(f"rank {dist.get_rank()}: DeepSpeed loaded nothing from {str(folder)!r}: its files are gone")

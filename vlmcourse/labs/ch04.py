@@ -30,10 +30,11 @@ from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 from vlmcourse.presets import VLMShape, get_model
-from vlmcourse.recompute import plan_segments
+from vlmcourse.recompute import RECOMPUTING_TOWERS, plan_segments
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.activations import cover_blocks
 from vlmcourse.train.trainer import Trainer
+from vlmcourse.values import check_counts
 
 __all__ = ["check_prediction", "flat_gradient", "guess", "print_table", "relative_error"]
 __all__ += ["Chain", "ReluLayer", "measure_chain", "theory_peak"]
@@ -191,6 +192,10 @@ class GeluDropoutLayer(nn.Module):
 # --- Towers of a real size, by the formula --------------------------------------------------------------------------
 
 
+COUNTED_POLICIES = ("none", "full")
+"""Policies whose bytes `tower_bytes` derives; what others keep depends on how blocks are cut, or on single operations."""
+
+
 def tower_bytes(shape: VLMShape, num_tiles: int, num_text_tokens: int, policies: Mapping[str, str]) -> dict[str, int]:
     """Count what the two towers of a model keep of one sample in 16 bits, by the derived formula.
 
@@ -202,7 +207,17 @@ def tower_bytes(shape: VLMShape, num_tiles: int, num_text_tokens: int, policies:
 
     Returns:
         Bytes by tower at the fullest moment, with norms as a GPU runs them.
+
+    Raises:
+        ValueError: if a tower's policy is another or missing, or a count is negative.
     """
+    check_counts(0, num_tiles=num_tiles, num_text_tokens=num_text_tokens)
+    for tower in RECOMPUTING_TOWERS:
+        if policies.get(tower) not in COUNTED_POLICIES:
+            raise ValueError(
+                f"policies[{tower!r}] = {policies.get(tower)!r}: the formula knows {' and '.join(COUNTED_POLICIES)}; "
+                "choose one of them, or measure a model that fits with measure_policies"
+            )
     vision, language = shape.vision, shape.language
     positions = num_text_tokens + num_tiles * shape.num_visual_tokens_per_tile
     blocks = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmcourse.labs import ch04
+from vlmcourse.labs import ch03, ch04
 from vlmcourse.presets import get_model
 
 
@@ -28,3 +28,8 @@ def test_bytes_of_fewer_than_no_tiles_or_tokens_are_refused(counts: tuple[int, i
         ch04.tower_bytes(get_model("tiny"), *counts, {"vision": "none", "language": "none"})
     alone = ch04.tower_bytes(get_model("tiny"), 0, 5, {"vision": "none", "language": "full"})
     assert alone["vision"] == 0 < alone["language"], "a sample without a picture is no mistake"
+
+
+def test_log_of_zero_is_planted_in_the_formats_that_it_names() -> None:
+    with pytest.raises(ValueError, match="precision = 'fp8': .* one of fp16, bf16, fp32"):
+        ch03.plant_log_of_zero("fp8")

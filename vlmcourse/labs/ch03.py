@@ -146,14 +146,26 @@ def plant_attention_overflow(precision: str = "fp16", *, fused: bool = False) ->
     return Planted("fp16 overflow in attention logits", model, batch, precision)
 
 
+LOSS_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""What `plant_log_of_zero` computes its loss in, by name; bf16 and fp32 have room for 1e-8."""
+
+
 @torch.no_grad()
 def plant_log_of_zero(precision: str = "fp16") -> Planted:
-    """A loss of log(p + 1e-8) in 16 bits: 1e-8 is 0 there, and a sure model gives the wrong token p = 0."""
+    """A loss of log(p + 1e-8) in fp16: 1e-8 is 0 there, and a sure model gives the wrong token p = 0.
+
+    Raises:
+        ValueError: if `precision` is not one of `LOSS_TYPES`.
+    """
+    if precision not in LOSS_TYPES:
+        raise ValueError(
+            f"precision = {precision!r}: this loss is computed in one of {', '.join(LOSS_TYPES)}; choose one"
+        )
+    dtype = LOSS_TYPES[precision]
     model, batch = _fresh()
     model.get_parameter("language.lm_head.weight").mul_(30)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        dtype = {"fp16": torch.float16, "fp32": torch.float32}[precision]
         p_BSV = _logits(model, batch).to(dtype).softmax(-1)
         wanted = batch.labels_BS != IGNORE_LABEL
         p = p_BSV[wanted].gather(1, batch.labels_BS[wanted][:, None])

@@ -193,7 +193,7 @@ class GeluDropoutLayer(nn.Module):
 
 
 COUNTED_POLICIES = ("none", "full")
-"""Policies whose bytes `tower_bytes` derives; what others keep depends on how blocks are cut, or on single operations."""
+"""Policies whose bytes `tower_bytes` derives; what others keep depends on how blocks are cut, or on operations."""
 
 
 def tower_bytes(shape: VLMShape, num_tiles: int, num_text_tokens: int, policies: Mapping[str, str]) -> dict[str, int]:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
-from vlmcourse.labs import ch03, ch04
+import pytest
+from torch import nn
+
+from vlmcourse.batch import effective_batch_size, nearest_accumulation
+from vlmcourse.labs import ch02, ch03, ch04
+from vlmcourse.labs.batch_norm import load_pictures
+from vlmcourse.models.vlm import build_model
+from vlmcourse.monitor.ledger import StepLedger
+from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.planner.layer_activations import (
+    count_language_layer_bytes,
+    count_vision_layer_bytes,
+    korthikanti_layer_bytes,
+)
 from vlmcourse.presets import get_model
+from vlmcourse.recompute import Segment
+from vlmcourse.train.activations import cover_blocks, uncover_blocks
+from vlmcourse.train.activations_report import report_activations
 
 
 @pytest.mark.parametrize("policy", ["sqrt", "every:2", "selective", "ful", None])
@@ -33,3 +50,83 @@ def test_bytes_of_fewer_than_no_tiles_or_tokens_are_refused(counts: tuple[int, i
 def test_log_of_zero_is_planted_in_the_formats_that_it_names() -> None:
     with pytest.raises(ValueError, match="precision = 'fp8': .* one of fp16, bf16, fp32"):
         ch03.plant_log_of_zero("fp8")
+
+
+# --- Models of other forms ------------------------------------------------------------------------------------------
+
+
+def test_report_by_tower_is_refused_before_the_run_where_there_are_no_towers() -> None:
+    ran = []
+    half = nn.ModuleDict({"vision": nn.Linear(2, 2), "language": nn.Linear(2, 2)})
+    for model, missing in ((nn.Linear(2, 2), "Linear has no vision, projector, language"), (half, "has no projector:")):
+        with pytest.raises(ValueError, match=f"{missing}.*StepLedger"):
+            report_activations(model, lambda: ran.append(1))
+    assert not ran
+
+
+def test_ledger_of_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="ReLU has 0 parameters"):
+        StepLedger(nn.ReLU())
+
+
+def test_blocks_are_covered_only_where_a_list_of_them_is() -> None:
+    projector, other = build_model(get_model("tiny")).projector, nn.Module()
+    other.blocks = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    for tower, found in ((projector, "Projector needs .* it has none"), (other, "its `blocks` is a Sequential")):
+        for change in (lambda tower: cover_blocks(tower, [Segment(0, 1)]), uncover_blocks):
+            with pytest.raises(ValueError, match=found):
+                change(tower)
+
+
+# --- Sizes ----------------------------------------------------------------------------------------------------------
+
+TINY, NOTHING = get_model("tiny"), nn.Module()
+PAIR = Ranks(rank=0, local_rank=0, world_size=2, device=ch03.ALONE.device, backend="gloo")
+WRONG_SIZES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (ch02.ragged_samples, (4,), {"period": 0}, "period = 0"),
+    (ch02.ragged_samples, (-1,), {}, "num_samples = -1"),
+    (ch02.cut, ([1, 2], len, 0), {}, "micro_batch_size = 0"),
+    (ch02.cut, ([1, 2], len, -1), {}, "micro_batch_size = -1"),
+    (ch02.measure_cuts, (2, (2,)), {"repeats": 0}, "repeats = 0"),
+    (ch02.measure_cuts, (4, (2, 3)), {}, r"micro_batch_sizes\[1\] = 3: must divide num_samples = 4"),
+    (ch02.measure_cuts, (4, (2, -2)), {}, r"micro_batch_sizes\[1\] = -2"),
+    (ch02.measure_cuts, (4, ()), {}, "num_sizes = 0"),
+    (ch02.train_three_ways, (PAIR, 0), {}, "num_steps = 0"),
+    (ch02.train_three_ways, (PAIR, 1), {"measure_every": 0}, "measure_every = 0"),
+    (ch02.train_three_ways, (PAIR, 1), {"samples_per_step": 2, "micro_batch_size": 2}, "are 1 for 2 ranks"),
+    (load_pictures, (-1,), {}, "num_samples = -1"),
+    (load_pictures, (10**6,), {}, "there are 1797 scans"),
+    (ch03.follow_updates, (1.0, 0.1, -3), {}, "num_updates = -3"),
+    (ch03.life_of_a_scale, (PAIR, 0, 1.0, 1), {}, "num_steps = 0"),
+    (ch04.load_deep, (2, -1), {}, "num_layers = -1"),
+    (ch04.load_deep, (0, 1), {}, "num_samples = 0"),
+    (ch04.deep_shape, (0,), {}, "num_layers = 0"),
+    (ch04.Chain, (-1, 4), {}, "num_layers = -1"),
+    (ch04.measure_chain, ((1,), 0), {}, "num_layers = 0"),
+    (ch04.measure_chain, ((0,), 4), {}, r"lengths\[0\] = 0"),
+    (ch04.measure_chain, ((5,), 4), {}, "a segment of 4 layers has at most all"),
+    (ch04.measure_chain, ((1,), 4), {"num_runs": 0}, "num_runs = 0"),
+    (ch04.theory_peak, (36, 0), {}, "length = 0"),
+    (ch04.theory_peak, (-36, 6), {}, "num_layers = -36"),
+    (ch04.measure_policies, (NOTHING, None, ("none",)), {"num_runs": 0}, "num_runs = 0"),
+    (ch04.measure_policies, (NOTHING, None, ()), {}, "num_policies = 0"),
+    (ch04.measure_policies, (NOTHING, None, ("none", "ful")), {}, "did you mean 'full'"),
+    (korthikanti_layer_bytes, (-24, 1, 128, 2), {}, "seq_len = -24"),
+    (count_vision_layer_bytes, (TINY.vision, -1, 5, 4), {}, "num_tiles = -1"),
+    (count_language_layer_bytes, (TINY.language, 1, 5, 0), {}, "element_bytes = 0"),
+    (effective_batch_size, (2.5, 1, 1), {}, "micro_batch_size = 2.5: must be a whole number"),
+    (effective_batch_size, (2, True, 1), {}, "accumulation_steps = True: must be a whole number"),
+    (nearest_accumulation, (2.5, 1, 1), {}, "target = 2.5: must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "options", "found"), WRONG_SIZES)
+def test_wrong_size_is_refused_by_name(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ValueError, match=found):
+        function(*args, **options)
+
+
+def test_length_between_whole_ones_is_allowed_for_a_curve() -> None:
+    assert ch04.theory_peak(36, 4.5) == 12.5

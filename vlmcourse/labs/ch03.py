@@ -28,6 +28,7 @@ from vlmcourse.train.nan_finder import LossOf
 from vlmcourse.train.rounding import stochastic_round
 from vlmcourse.train.scaler import LossScaler
 from vlmcourse.train.trainer import Trainer
+from vlmcourse.values import check_counts
 
 __all__ = ["check_prediction", "guess", "print_table"]
 """Taken over from chapter 1 for the notebook; everything else here is meant for it too."""
@@ -62,7 +63,8 @@ def lab_trainer(config: TrainConfig, ranks: Ranks = ALONE, seed: int = 0) -> Tra
 
 
 def train_losses(trainer: Trainer, num_steps: int) -> list[float]:
-    """Make steps and return the loss of each."""
+    """Make steps, 1 or more, and return the loss of each."""
+    check_counts(1, num_steps=num_steps)
     return [trainer.train_step().loss for _ in range(num_steps)]
 
 
@@ -87,6 +89,7 @@ def bits_of(value: float, spec: FloatFormat) -> str:
 
 def follow_updates(start: float, update: float, num_updates: int, seed: int = 0) -> dict[str, list[float]]:
     """Add a small number to a weight again and again, stored in four ways; returns its value after each addition."""
+    check_counts(1, num_updates=num_updates)
     exact, master = [start], torch.tensor(start)
     nearest = torch.tensor(start, dtype=torch.bfloat16)
     random = torch.full((64,), start).bfloat16()
@@ -246,7 +249,11 @@ def life_of_a_scale(ranks: Ranks, num_steps: int, initial_scale: float, growth_i
         num_steps: optimizer steps.
         initial_scale: of the scaler.
         growth_interval: good steps before it doubles.
+
+    Raises:
+        ValueError: if a number is not one that a scaler works with, or there is no step to make.
     """
+    check_counts(1, num_steps=num_steps)
     trainer = lab_trainer(lab_config("fp16", "ddp" if ranks.world_size > 1 else "single"), ranks)
     trainer.scaler = LossScaler(
         ranks,

@@ -44,7 +44,8 @@ MAX_SEQ_LEN = 256
 
 
 def deep_shape(num_layers: int = 4) -> VLMShape:
-    """Return the tiny preset with `num_layers` blocks in each tower."""
+    """Return the tiny preset with `num_layers` blocks in each tower, 1 or more; ValueError else."""
+    check_counts(1, num_layers=num_layers)
     tiny = get_model("tiny")
     vision = dataclasses.replace(tiny.vision, num_layers=num_layers)
     language = dataclasses.replace(tiny.language, num_layers=num_layers)
@@ -52,7 +53,12 @@ def deep_shape(num_layers: int = 4) -> VLMShape:
 
 
 def load_deep(num_samples: int = 8, num_layers: int = 4) -> tuple[VLM, Batch]:
-    """Return a model of `deep_shape` and a micro-batch of digit pictures with questions."""
+    """Return a model of `deep_shape` and a micro-batch of digit pictures with questions.
+
+    Raises:
+        ValueError: if a number is below 1.
+    """
+    check_counts(1, num_samples=num_samples, num_layers=num_layers)
     shape = deep_shape(num_layers)
     samples = DigitsDataset(num_samples, 0, "train")
     batch = Collator(load_tokenizer("builtin"), shape, MAX_SEQ_LEN)([samples[i] for i in range(num_samples)])
@@ -97,7 +103,13 @@ def measure_policies(
 
     Returns:
         Forward's share of the first policy's time, and a result by policy.
+
+    Raises:
+        ValueError: if there is no run or no policy to measure, or a policy is unknown, before anything runs.
     """
+    check_counts(1, num_runs=num_runs, num_policies=len(policies))
+    for policy in policies:
+        plan_segments(policy, 1)
     peaks, gradients = {}, {}
     for policy in policies:
         set_policies(model, policy, policy)

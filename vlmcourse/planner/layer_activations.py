@@ -12,6 +12,7 @@ for a layer with GELU and dropout, `korthikanti_layer_bytes`.
 from __future__ import annotations
 
 from vlmcourse.presets import LanguageShape, VisionShape
+from vlmcourse.values import check_counts
 
 STATISTIC_BYTES = 4
 """Inverse deviations and log-sum-exps are fp32 whatever the type of the rest."""
@@ -48,7 +49,12 @@ def count_vision_layer_bytes(
 
     Returns:
         Bytes by name, in the order in which forward makes them.
+
+    Raises:
+        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes).
     """
+    check_counts(0, num_tiles=num_tiles, num_positions=num_positions)
+    check_counts(1, element_bytes=element_bytes)
     rows = num_tiles * num_positions
     width, hidden = rows * shape.hidden_size * element_bytes, rows * shape.mlp_size * element_bytes
     kept = _count_norm(shape.norm, "norm1", rows, shape.hidden_size, element_bytes, fused_norms)
@@ -84,7 +90,12 @@ def count_language_layer_bytes(
     Returns:
         Bytes by name, in the order in which forward makes them. The fp32 tables of rotations are not among them: one
         pair serves all blocks; in 16 bits each block keeps copies of them, for queries and for keys.
+
+    Raises:
+        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes).
     """
+    check_counts(0, batch_size=batch_size, seq_len=seq_len)
+    check_counts(1, element_bytes=element_bytes)
     rows = batch_size * seq_len
     width, hidden = rows * shape.hidden_size * element_bytes, rows * shape.mlp_size * element_bytes
     head_width = shape.hidden_size // shape.num_heads
@@ -120,7 +131,11 @@ def korthikanti_layer_bytes(
 
     Returns:
         s b h (34 + 5 a s / h), or its first term.
+
+    Raises:
+        ValueError: if an argument is not a whole number of 1 or more.
     Source: Korthikanti et al. 2022, equation 1.
     """
+    check_counts(1, seq_len=seq_len, batch_size=batch_size, hidden_size=hidden_size, num_heads=num_heads)
     layer = 34 * seq_len * batch_size * hidden_size
     return layer + 5 * num_heads * seq_len**2 * batch_size if keeps_scores else layer

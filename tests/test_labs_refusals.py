@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from vlmcourse.batch import effective_batch_size, nearest_accumulation
@@ -14,6 +15,7 @@ from vlmcourse.labs.batch_norm import load_pictures
 from vlmcourse.models.vlm import build_model
 from vlmcourse.monitor.ledger import StepLedger
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.planner.formats import FORMATS
 from vlmcourse.planner.layer_activations import (
     count_language_layer_bytes,
     count_vision_layer_bytes,
@@ -23,6 +25,9 @@ from vlmcourse.presets import get_model
 from vlmcourse.recompute import Segment
 from vlmcourse.train.activations import cover_blocks, uncover_blocks
 from vlmcourse.train.activations_report import report_activations
+from vlmcourse.train.fp8 import to_fp8
+from vlmcourse.train.nan_finder import find_nonfinite
+from vlmcourse.train.scaler import LossScaler
 
 
 @pytest.mark.parametrize("policy", ["sqrt", "every:2", "selective", "ful", None])
@@ -50,6 +55,71 @@ def test_bytes_of_fewer_than_no_tiles_or_tokens_are_refused(counts: tuple[int, i
 def test_log_of_zero_is_planted_in_the_formats_that_it_names() -> None:
     with pytest.raises(ValueError, match="precision = 'fp8': .* one of fp16, bf16, fp32"):
         ch03.plant_log_of_zero("fp8")
+
+
+@pytest.mark.parametrize("name", ["fp16", "e4m3fn"])
+def test_bits_of_no_number_are_not_those_of_a_large_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"nan is no number .* in {name}"):
+        ch03.bits_of(float("nan"), FORMATS[name])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"initial_scale": -1.0},
+        {"initial_scale": 0.0, "min_scale": 0.0},
+        {"initial_scale": float("inf")},
+        {"initial_scale": float("nan")},
+        {"initial_scale": 0.5},  # below min_scale, to which the first overflow would raise it
+        {"min_scale": -2.0},
+        {"growth_factor": float("nan")},
+        {"growth_interval": 2.5},  # a count of steps never meets it
+        {"num_averaged": 0},
+    ],
+)
+def test_scale_that_gradients_cannot_be_divided_by_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} = .* must"):
+        LossScaler(ch03.ALONE, **options)
+    LossScaler(ch03.ALONE, initial_scale=0.5, min_scale=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fnuz])
+def test_cast_to_a_format_that_is_not_among_the_course_s_fp8_ones_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="dtype = .* choose torch.float8_e4m3fn or torch.float8_e5m2"):
+        to_fp8(torch.ones(3), dtype)
+
+
+# --- Losses ---------------------------------------------------------------------------------------------------------
+
+
+class OneWeight(nn.Module):
+    """A model whose loss a test makes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "found"),
+    [
+        (lambda model, batch: 1.5, "returned a float"),
+        (lambda model, batch: "loss", "returned a str"),
+        (lambda model, batch: None, "returned a NoneType"),
+        (lambda model, batch: model.weight, r"returned a tensor of shape \[2\]"),
+        (lambda model, batch: (model.weight * torch.nan).sum().detach(), "returned a tensor without a gradient"),
+    ],
+)
+def test_loss_that_backward_cannot_start_from_is_refused(loss_of: Callable[..., Any], found: str) -> None:
+    _, batch = ch04.load_deep(1, 1)
+    with pytest.raises(ValueError, match=f"loss_of {found}: .* must return a scalar tensor with a gradient"):
+        find_nonfinite(OneWeight(), batch, loss_of=loss_of)
+
+
+def test_model_without_a_trained_weight_is_refused_by_the_finder() -> None:
+    _, batch = ch04.load_deep(1, 1)
+    with pytest.raises(ValueError, match="OneWeight has 0 trained parameters"):
+        find_nonfinite(OneWeight().requires_grad_(False), batch, loss_of=lambda model, batch: model.weight.sum())
 
 
 # --- Models of other forms ------------------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def bits_of(value: float, spec: FloatFormat) -> str:
     Raises:
         ValueError: if it is infinite or NaN there.
     """
+    if math.isnan(value):
+        raise ValueError(f"{value} is no number and has many patterns of bits in {spec.name}: give a finite number")
     rounded = spec.round(value)
     if spec.fate(value) == "overflow":
         raise ValueError(f"{value} is more than {spec.name} can hold: its largest number is {spec.max}")

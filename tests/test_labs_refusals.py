@@ -119,7 +119,7 @@ def test_loss_that_backward_cannot_start_from_is_refused(loss_of: Callable[..., 
 def test_model_without_a_trained_weight_is_refused_by_the_finder() -> None:
     _, batch = ch04.load_deep(1, 1)
     with pytest.raises(ValueError, match="OneWeight has 0 trained parameters"):
-        find_nonfinite(OneWeight().requires_grad_(False), batch, loss_of=lambda model, batch: model.weight.sum())
+        find_nonfinite(OneWeight().requires_grad_(False), batch, loss_of=lambda model, batch: torch.ones(()))
 
 
 # --- Models of other forms ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.labs.batch_norm import build_tower, compare_norms, load_pictures
-from vlmcourse.labs.ch02 import train_three_ways
+from vlmcourse.labs.ch02 import record_sync, train_three_ways
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel import apply, sync
 from vlmcourse.parallel.batch_norm import sync_batch_norms
@@ -367,6 +367,7 @@ def main(folder: Path) -> None:
     if ranks.world_size == 2:
         norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)}
         norms["inputs"] = {name: normalize(name, ranks) for name in BATCH_NORM_INPUTS}
+        norms["records"] = {name: record_sync(build(Case(COUNTED[name], 4), ranks)) for name in ("fsdp", "fsdp, every")}
         norms["drift"] = train_three_ways(ranks, 4, samples_per_step=4, micro_batch_size=1, measure_every=2)
     found = {"runs": runs, "exact": exact, "bugs": planted, "counts": counts, "norms": norms, "recomputed": {}}
     if ranks.world_size == 4:

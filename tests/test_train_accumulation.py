@@ -147,6 +147,15 @@ def test_what_waiting_costs_is_what_was_computed(found: dict[str, Any]) -> None:
     assert all(of_rank["held"][2] < 0.6 * whole_bytes for of_rank in counts["fsdp", 3])  # the last leaves shards
 
 
+def test_silence_saves_gradients_and_no_gathers_of_weights(found: dict[str, Any]) -> None:
+    for records in found["norms"]["records"]:
+        last, every = records["fsdp"], records["fsdp, every"]
+        assert sum(every.sent_bytes) == 4 * sum(last.sent_bytes) > 0
+        gathers = last.all_sent_bytes - sum(last.sent_bytes)
+        assert every.all_sent_bytes - sum(every.sent_bytes) == gathers
+        assert 0.7 < last.all_sent_bytes / every.all_sent_bytes < 0.8  # two gathers and one exchange a micro-batch
+
+
 def test_what_a_cut_batch_does_to_each_normalization(found: dict[str, Any]) -> None:
     for errors in found["norms"]["errors"]:
         in_micro_batches, over_ranks, both = CUTS

@@ -16,11 +16,13 @@ from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
 from vlmcourse.grading.checks import Asked, Outcome, as_number, ask_each, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
 from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.plain import call_plainly
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import (
     MAX_SHOWN,
     explain_step_case,
     find_common_mistake,
+    is_accumulated,
     is_right,
     num_exchanges,
 )
@@ -113,7 +115,7 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
     asked = ask_each(
         "batch_size",
         make_batch_cases(seed, num_cases),
-        lambda case: call(function, case.micro_batch, case.accumulation, *case.cluster),
+        lambda case: _ask(function, case.micro_batch, case.accumulation, *case.cluster),
         _judge_batch,
     )
     if asked is None:
@@ -123,6 +125,10 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
         function, (2, 8, 12, 2, 4, 1), "tp=2 and pp=4 on 12 GPUs"
     )
     return award(points, asked.earned + 2 * refused, num_cases + 2) if asked.earned else 0.0
+
+
+def _ask(function: Any, *args: int) -> Outcome:
+    return call_plainly(function, *args, module="vlmcourse.batch")
 
 
 def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float, str]:
@@ -135,7 +141,7 @@ def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float
 
 def _refuses(function: Any, arguments: tuple[int, ...], what: str) -> bool:
     """Tell whether a cluster that its degrees do not divide is refused."""
-    outcome = call(function, *arguments)
+    outcome = _ask(function, *arguments)
     if not outcome.error.startswith("ValueError"):
         got = outcome.error or f"{outcome.value!r:.60} was returned"
         print(f"{what}: raise a ValueError, the product of the degrees does not divide the GPUs ({got})")
@@ -194,7 +200,7 @@ def check_accumulation(function: Any, points: float, seed: int, num_cases: int =
     asked = ask_each(
         "accumulation_for",
         make_batch_cases(seed, num_cases),
-        lambda case: call(function, case.target, case.micro_batch, *case.cluster),
+        lambda case: _ask(function, case.target, case.micro_batch, *case.cluster),
         _judge_pairs,
     )
     if asked is None:
@@ -267,18 +273,20 @@ def check_step(
 
 
 def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
-    """Print what was wrong in an answer's cases and return its points."""
-    earned, counts = 0.0, {"gradient": 0, "exchange": 0, "loss": 0}
+    """Print what was wrong in an answer's cases and return its points; a case that is not accumulated earns none."""
+    earned, num_accumulated, counts = 0.0, 0, {"gradient": 0, "exchange": 0, "loss": 0}
     shown: dict[str, list[str]] = {}
-    common = find_common_mistake(reports.cases)
+    common, common_loss = find_common_mistake(reports.cases), find_common_mistake(reports.cases, "loss")
     for case in reports.cases:
-        for key, sentence in explain_step_case(case, common).items():
+        for key, sentence in explain_step_case(case, common, common_loss).items():
             shown.setdefault(key, []).append(f"{case.case}: {sentence}")
         has_gradient = is_right(case, "gradient")
         exchanged_once = has_gradient and all(0.9 < number < 1.5 for number in num_exchanges(case))
         has_loss = is_right(case, "loss")
-        earned += SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
-        earned += SHARE_OF_LOSS * (has_gradient and has_loss)
+        shares = SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
+        shares += SHARE_OF_LOSS * (has_gradient and has_loss)
+        earned += shares * is_accumulated(case)
+        num_accumulated += is_accumulated(case)
         for name, value in (("gradient", has_gradient), ("exchange", exchanged_once), ("loss", has_loss)):
             counts[name] += value
     for sentences in list(shown.values())[:MAX_SHOWN]:
@@ -287,5 +295,7 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
         if reports.failure and all(case.is_done for case in reports.cases):
             print(f"The ranks did not come to an end: {reports.failure}")
         print(f"{num_cases - len(reports.cases)} more cases were not run")
+    if num_accumulated < len(reports.cases):
+        print(f"only cases that accumulate earn points: {num_accumulated} of {num_cases}")
     print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))
     return award(points, earned / (SHARE_OF_GRADIENT + SHARE_OF_EXCHANGE + SHARE_OF_LOSS), num_cases)

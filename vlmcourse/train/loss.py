@@ -6,8 +6,8 @@ divided once, by the number of supervised tokens of the whole step. Chapter 2.
 
 `train.loss_weighting` may give tokens different weights; the sum is then a weighted one, and the step is divided by the
 sum of all its weights. "sqrt" weighs each token of a sample with n supervised tokens by 1 / sqrt(n): a sample counts
-as sqrt(n), between one for all samples and n. Source: Chen et al. 2024, InternVL 2.5 (arXiv:2412.05271), loss
-reweighting ("square averaging").
+as sqrt(n), between one for all samples and n. Source: InternVL's training code, `--loss_reduction square` (`len2weight`
+in internvl_chat_finetune.py); Chen et al. 2024, InternVL 2.5 (arXiv:2412.05271), loss reweighting.
 """
 
 from __future__ import annotations

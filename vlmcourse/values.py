@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import typing
 from collections.abc import Callable, Sequence
 
@@ -51,6 +52,25 @@ def check_values(
         elif not is_right(value):
             found.append(f"{prefix}.{name} = {value}: {rule}")
     return found
+
+
+def check_counts(least: int, **counts: object) -> None:
+    """Refuse arguments that count something and cannot.
+
+    Args:
+        least: the smallest count that makes sense.
+        counts: the arguments by name.
+
+    Raises:
+        ValueError: naming every one that is not a whole number, or is below `least`.
+    """
+    wrong = [
+        f"{name} = {value!r}"
+        for name, value in counts.items()
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least
+    ]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: must be a whole number, {least} or greater; change it")
 
 
 def did_you_mean(word: str, known: typing.Iterable[str]) -> str:

@@ -233,10 +233,33 @@ def test_a_slow_rank_is_not_accused_of_a_hang() -> None:
         "rank 1 has not entered it: it is still computing in cell line 7, `x = x @ x`",
     )
     line = describe_slow(by_rank(waits, computes))
-    assert line.endswith("rank 1 has not entered it: it is still computing in cell line 7, `x = x @ x`")
+    assert line.endswith("rank 1 has not entered it so far: it is still computing in cell line 7, `x = x @ x`")
     assert describe_slow(by_rank(computes, dataclasses.replace(computes, rank=0))) == ""
     silent = RankState(1, "silent", stack=cell(7, "np.sort(x)"))
     assert "it is in compiled code, called from cell line 7" in found_in(waits, silent).finding
+
+
+def test_a_rank_that_is_a_collective_behind_is_slow_and_not_accused() -> None:
+    """On a loaded machine: both were in #198, rank 1 has left it and waits in #199, rank 0 was not woken yet."""
+    world = groups_of(2)
+    ahead = waiting(1, call(199, "all_gather_single"), cell(8, "x()"), world)
+    behind = waiting(0, call(198, "all_gather_single"), cell(5, "y()"), world)
+    found = found_in(ahead, behind)
+    assert (found.kind, found.finding) == (
+        "slow",
+        "rank 1 waits in all_gather_single #199 (cell line 8, `x()`); rank 0 never entered it: it waits in "
+        "all_gather_single #198 (cell line 5, `y()`), which nobody is missing in",
+    )
+    line = describe_slow(by_rank(ahead, behind))
+    assert "never" not in line and "rank 0 has not entered it so far: it waits in all_gather_single #198" in line
+    assert not is_deadlock(by_rank(ahead, behind), by_rank(ahead, behind), 2)
+
+
+def test_ranks_of_which_one_may_yet_come_are_named_without_never() -> None:
+    waits = [waiting(rank, call(3), cell(5, "x()"), WORLD_4) for rank in (0, 1)]
+    others = [at_work(rank, 2, cell(4, "z()"), WORLD_4) for rank in (2, 3)]
+    assert "ranks 2, 3 have not entered it so far: they are in cell line 4" in describe_slow(by_rank(*waits, *others))
+    assert "ranks 2, 3 never entered it: they are in cell line 4" in found_in(*waits, *others).finding
 
 
 def test_a_rank_that_computes_inside_torch_distributed_does_not_wait() -> None:

@@ -226,8 +226,11 @@ def _resume_hint(args: argparse.Namespace, config: TrainConfig, known: tuple[str
     if found is not None and (found != known or continues):
         return "Go on from the last checkpoint with --resume."
     if every := config.train.checkpoint_every:
-        due = f"train.checkpoint_every = {every} saves one after {every} steps" if every > 1 else "one is saved a step"
-        return f"This run has saved no checkpoint to go on from, as it ended before: {due}."
+        due = f"every {every} steps, and that many were not" if every > 1 else "with every step, and none was"
+        return (
+            f"This run has saved no checkpoint to go on from: train.checkpoint_every = {every} saves one {due} done "
+            "yet; start it again without --resume."
+        )
     return "This run has saved no checkpoint to go on from: train.checkpoint_every saves some."
 
 

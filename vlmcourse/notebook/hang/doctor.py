@@ -160,7 +160,7 @@ class HangDoctor:
                 self.diagnosis, self.is_deadlock = diagnose(self._complete(now)), True
             waited_s = time.monotonic() - group_of_look.last_output_s
             if not has_said and waited_s > SLOW_S and (line := describe_slow(self._complete(now))):
-                self._say(f"no output for {waited_s:.0f} s: {line}")
+                self._say(f"no output for {waited_s:.0f} s; the ranks may only be slow. If this goes on: {line}")
                 has_said, silent_since_s = True, group_of_look.last_output_s
             before = answers
             next_s, between_s = time.monotonic() + between_s, min(between_s * 1.2, MAX_BETWEEN_LOOKS_S)

@@ -11,6 +11,7 @@ record. Times are not asserted.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import shutil
@@ -27,7 +28,7 @@ from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
-from vlmcourse.train.fp8 import has_real_fp8
+from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
@@ -124,10 +125,27 @@ def check_precision(precision: str, strategy: str = "single", nproc: int = 1) ->
 
 
 def check_real_fp8() -> str:
-    """Torchao's fp8 layers take the place of simulated ones, and train."""
-    if not has_real_fp8(torch.device("cuda", 0)):
+    """Torchao's fp8 layers take the place of plain ones, also for token counts that 16 does not divide, and train."""
+    device = torch.device("cuda", 0)
+    if not has_real_fp8(device):
         raise NotHereError("needs a GPU of compute capability 8.9 or newer, and torchao")
-    return check_precision("fp8")
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 24)).to(device)
+    converted = copy.deepcopy(plain)
+    convert_to_fp8(converted, device)
+    kinds = [type(layer) for layer in converted]
+    # 24 is no multiple of 16.
+    assert not issubclass(kinds[0], Fp8Linear) and kinds[0] is not kinds[1] is torch.nn.Linear, kinds
+    x, given = torch.randn(37, 64, device=device), torch.randn(37, 24, device=device)
+    gradients = []
+    for model in (plain, converted):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = model(x)
+        gradients += torch.autograd.grad(y, [model.get_parameter("0.weight")], given.to(y.dtype))
+    off = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    assert 1e-3 < off < 0.2, (
+        f"the gradient of a weight is {off:.4f} off that of bf16: fp8's roundings give a few percent"
+    )
+    return f"{check_precision('fp8')}; a weight's gradient {100 * off:.1f} % off that of bf16"
 
 
 def check_autocast_policy() -> str:

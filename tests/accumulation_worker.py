@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from activations_cases import FOUR_RANKS, STRATEGIES, exact_gradients, run_case, run_ledger
 from batch_norm_cases import BATCH_NORM_INPUTS, normalize
 from combinations import divisible_shape
 from parity import AwkwardTrainer, Recording, awkward_samples, record
@@ -26,7 +27,7 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.labs.batch_norm import build_tower, compare_norms, load_pictures
-from vlmcourse.labs.ch02 import train_three_ways
+from vlmcourse.labs.ch02 import record_sync, train_three_ways
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel import apply, sync
 from vlmcourse.parallel.batch_norm import sync_batch_norms
@@ -54,10 +55,16 @@ class Case:
     num_steps: int = 1
     mute_second: bool = False
     """Whether the samples of the second of two data-parallel ranks supervise no token at all."""
+    dtype: torch.dtype = torch.float32
+    """Of the weights, and so of all that is computed from them."""
 
     def reference(self) -> Case:
         """Return the same step on one process in one micro-batch."""
         return dataclasses.replace(self, parallel={"strategy": "single"}, accumulation_steps=1)
+
+    def exact(self) -> Case:
+        """Return the same step in float64."""
+        return dataclasses.replace(self, dtype=torch.float64)
 
 
 SQRT = (("loss_weighting", "sqrt"),)
@@ -100,6 +107,11 @@ COUNTED = {
     "hsdp": {"strategy": "hsdp", "dp_replicate": 2},
     "hsdp, every": {"strategy": "hsdp", "dp_replicate": 2, "gradient_sync": "every"},
     "pp x fsdp": {"strategy": "fsdp", "pp": 2},
+    **{
+        f"cp ({method}), {strategy}": {"strategy": strategy, "cp": 2, "cp_method": method}
+        for strategy, method in (("ddp", "ring"), ("ddp", "allgather"), ("fsdp", "allgather"), ("fsdp", "ulysses"))
+    },
+    "cp, hsdp": {"strategy": "hsdp", "dp_replicate": 2, "cp": 2, "cp_method": "allgather"},
 }
 """Runs whose collectives and gradient bytes are counted, micro-batch by micro-batch."""
 
@@ -132,7 +144,7 @@ def build(case: Case, ranks: Ranks) -> MutedTrainer:
     parallel = parse_config({"parallel": case.parallel}).parallel
     dp_degree = ranks.world_size // (parallel.tp * parallel.cp * parallel.pp)
     samples = awkward_samples()
-    model = build_model(divisible_shape(), seed=WEIGHT_SEED)
+    model = build_model(divisible_shape(), dtype=case.dtype, seed=WEIGHT_SEED)
     config = config_of(case, dp_degree)
     trainer = MutedTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
     if case.mute_second:
@@ -262,6 +274,8 @@ BUGS: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[None]]
     "a split vocabulary that weighs forward only": ("sqrt, tp", unweighted_backward),
     "an exchange that is never off (ddp)": ("sqrt, ddp", never_off),
     "an exchange that is never off (fsdp)": ("sqrt, fsdp", never_off),
+    "an exchange that is never off (cp, ddp)": ("sqrt, cp, ddp", never_off),
+    "an exchange that is never off (cp, fsdp)": ("sqrt, cp, fsdp", never_off),
     "clipping after every micro-batch": ("sqrt, ddp", clipped_every_time),
     "an empty micro-batch that repeats a sample": ("short, an empty micro-batch on rank 1, fsdp", empty_left_out),
     "a short step divided as a whole one": ("short, ddp", short_as_whole),
@@ -286,7 +300,7 @@ def count(trainer: Trainer) -> dict[str, Any]:
     trainer.optimizer.zero_grad(set_to_none=True)
     every = trainer.parallel.gradient_sync == "every"
     model = trainer.model
-    found: dict[str, Any] = {"exchanges": [], "held": [], "estimate": 0}
+    found: dict[str, Any] = {"exchanges": [], "held": [], "estimate": 0, "in_the_same_group": 0}
     if isinstance(model, PipelinedModel):
         with CollectiveCounter() as counter:
             model.pipeline.forward_backward(batches)
@@ -298,6 +312,8 @@ def count(trainer: Trainer) -> dict[str, Any]:
         with CollectiveCounter() as counter, sync.gradient_sync(model, i == len(batches) - 1, every):
             sync.run_backward(model, micro_batch_loss_sum(model, batch, "fp32"))
         found["exchanges"].append([call.kind for call in sync.find_exchanges(model, counter.calls)])
+        unmarked = [dataclasses.replace(call, of_activations=False) for call in counter.calls]
+        found["in_the_same_group"] += len(sync.find_exchanges(model, unmarked)) - len(found["exchanges"][-1])
         found["held"].append(sync.measure_waiting_bytes(model))
     found["estimate"] = sync.estimate_waiting_bytes(model, every)
     found["parameters"] = sum(p.numel() for p in trainer.model.parameters())
@@ -324,11 +340,21 @@ def check_statistics(ranks: Ranks) -> list[float]:
     return outputs + [float((theirs[name] - ours[name]).abs().max()) for name in theirs if "running" in name]
 
 
+def recompute_under_hsdp(ranks: Ranks) -> dict[str, Any]:
+    """Run the cases of `activations_cases.py` that need the four ranks that are here already."""
+    policies = STRATEGIES[FOUR_RANKS][2]
+    found: dict[str, Any] = {f"hsdp | {policy}": run_case(FOUR_RANKS, policy, ranks) for policy in policies}
+    for policy in policies:
+        found[f"exact | {policy}"] = exact_gradients(FOUR_RANKS, policy, ranks)
+    return found | {"ledger": run_ledger(FOUR_RANKS, ranks)}
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     assert apply.is_engine is sync.is_engine
     cases, bugs = (TWO, BUGS) if ranks.world_size == 2 else (FOUR, BUGS_OF_FOUR)
     runs = {name: run(case, ranks) for name, case in cases.items()}
+    exact = {name: run(case.exact(), ranks) for name, case in cases.items()}
     planted = {name: run_bug(cases[of], plant, ranks) for name, (of, plant) in bugs.items()}
     is_here = partial(lambda name: ("hsdp" in name or "pp" in name) == (ranks.world_size == 4))
     counts = {
@@ -341,8 +367,12 @@ def main(folder: Path) -> None:
     if ranks.world_size == 2:
         norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)}
         norms["inputs"] = {name: normalize(name, ranks) for name in BATCH_NORM_INPUTS}
+        norms["records"] = {name: record_sync(build(Case(COUNTED[name], 4), ranks)) for name in ("fsdp", "fsdp, every")}
         norms["drift"] = train_three_ways(ranks, 4, samples_per_step=4, micro_batch_size=1, measure_every=2)
-    torch.save({"runs": runs, "bugs": planted, "counts": counts, "norms": norms}, folder / f"rank{ranks.rank}.pt")
+    found = {"runs": runs, "exact": exact, "bugs": planted, "counts": counts, "norms": norms, "recomputed": {}}
+    if ranks.world_size == 4:
+        found["recomputed"] = recompute_under_hsdp(ranks)
+    torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 
 

@@ -44,8 +44,10 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
     "fsdp, vision frozen": ({"strategy": "fsdp"}, {"model.freeze": ["vision"]}, ("none", "language full")),
     "tp": ({"tp": 2}, {}, ("none", "full", "sqrt", "selective")),
     "cp": ({"strategy": "ddp", "cp": 2}, {}, ("none", "full", "sqrt", "selective")),
+    "ulysses": ({"strategy": "ddp", "cp": 2, "cp_method": "ulysses"}, {}, ("none", "full", "sqrt", "selective")),
     "1f1b": ({"pp": 2}, {}, ("none", "full", "every:2", "sqrt, offload")),
-    "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, {}, ("none", "full")),
+    "gpipe": ({"pp": 2, "pp_schedule": "gpipe"}, {}, ("none", "full", "every:2", "sqrt", "selective", "offload")),
+    "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, {}, ("none", "full", "every:2", "sqrt", "selective")),
     "zbv": ({"pp": 2, "pp_schedule": "zbv"}, {}, ("none", "full", "sqrt", "offload")),
     "adaptive": ({"pp": 2, "adaptive": True}, {}, ("none", "full")),
     "single, language frozen": ({"strategy": "single"}, {"model.freeze": ["language"]}, ("none", "full", "offload")),
@@ -61,6 +63,24 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = 
 }
 """By name: [parallel], other keys, and the policies to run; strategies with "single" in the name need one rank."""
 POLICIES["language full"] = {"language": "full"}
+FOUR_RANKS = "hsdp"
+STRATEGIES[FOUR_RANKS] = (
+    {"strategy": "hsdp", "dp_replicate": 2},
+    {},
+    ("none", "full", "every:2", "sqrt", "selective", "offload"),
+)
+"""Two copies of two shards; the only strategy here that needs more than two ranks."""
+LEDGERS = ("fsdp", "ddp", "tp", "ulysses", "1f1b", "gpipe", "interleaved")
+"""Strategies on two ranks whose ledger and report are checked."""
+
+
+def is_exact(strategy: str) -> bool:
+    """Whether a strategy's cases also run in float64, where all of them must be one process's run to 1e-9.
+
+    Not those of another precision or with frozen towers, nor an adaptive pipeline, whose first step is that of 1f1b.
+    """
+    _, keys, _ = STRATEGIES[strategy]
+    return not keys and strategy != "adaptive"
 
 
 def deep_shape() -> VLMShape:
@@ -71,8 +91,8 @@ def deep_shape() -> VLMShape:
     return dataclasses.replace(shape, vision=vision, language=language)
 
 
-def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
-    """Make a step; return its loss, whole gradients, collectives, and the most that was kept."""
+def build_case(strategy: str, policy: str, ranks: Ranks, dtype: torch.dtype = torch.float32) -> AwkwardTrainer:
+    """Return the trainer of a case, its weights of some type; every step of all cases has the same eight samples."""
     parallel, keys, _ = STRATEGIES[strategy]
     num_samples = 8 // (
         ranks.world_size if parallel.get("strategy", "single") != "single" and "cp" not in parallel else 1
@@ -90,14 +110,30 @@ def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
         "activations": POLICIES[policy],
     }
     samples = awkward_samples()
-    trainer = AwkwardTrainer(
+    return AwkwardTrainer(
         parse_config(table, keys),
         ranks,
-        model=build_model(deep_shape(), seed=1 + ranks.rank if "pp" not in parallel else 1),
+        model=build_model(deep_shape(), dtype=dtype, seed=1 + ranks.rank if "pp" not in parallel else 1),
         train_data=samples,
         eval_data=samples[:4],
         show_progress=False,
     )
+
+
+def exact_gradients(strategy: str, policy: str, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of a case's first step in float64."""
+    trainer = build_case(strategy, policy, ranks, torch.float64)
+    found: dict[str, torch.Tensor] = {}
+    trainer.before_update.append(
+        lambda trainer: found.update(gather_plain_state(trainer.model, trainer.shape, gradients=True))
+    )
+    trainer.train_step()
+    return found
+
+
+def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
+    """Make a step; return its loss, whole gradients, collectives, and the most that was kept."""
+    trainer = build_case(strategy, policy, ranks)
     gradients: list[dict[str, torch.Tensor]] = []
     calls: dict[str, int] = {}
     with ActivationMeter() as meter, CollectiveCounter() as counter:
@@ -109,10 +145,8 @@ def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
 
         trainer.before_update.append(keep)
         losses = [trainer.train_step().loss]
-    if policy == "full" and strategy in (
-        "fsdp",
-        "adaptive",
-    ):  # a second step: moved and gathered blocks are covered too
+    # A second step: moved and gathered blocks are covered too.
+    if policy == "full" and strategy in ("fsdp", "adaptive"):
         losses.append(trainer.train_step().loss)
     return {"losses": losses, "gradients": gradients, "calls": calls, "peak_bytes": meter.peak_bytes}
 
@@ -141,3 +175,26 @@ def run_ledger(strategy: str, ranks: Ranks) -> dict[str, Any]:
         "negative": any(size < 0 for sample in ledger.samples for size in sample.live_bytes.values()),
         "towers": report_activations(trainer.model, trainer.train_step),
     }
+
+
+def check_ledger(found: dict[str, Any], strategy: str, rank: int) -> None:
+    """Check that what `run_ledger` found is what a rank must hold, and that the report names the blocks covered."""
+    # FSDP pads uneven shards: they take a little more memory than they have elements.
+    is_sharded = strategy in ("fsdp", "hsdp")
+    padded = 1.02 if is_sharded else 1
+    assert all(want <= got <= padded * want for got, want in zip(found["ledger"], found["state"], strict=True))
+    assert not found["negative"]
+    whole = max(found["gathered"])
+    # Whole weights come and go under FSDP only, a few blocks at a time: less than twice what the shards are.
+    assert (0 < whole < 2 * found["state"][0]) == is_sharded and found["gathered"][-1] == 0
+    towers = {tower.tower: tower for tower in found["towers"]}
+    if strategy in ("1f1b", "gpipe"):  # vision on the first rank, language on the second
+        here, elsewhere = ("vision", "language") if rank == 0 else ("language", "vision")
+        assert towers[here].covered and not towers[elsewhere].num_blocks
+    elif strategy == "interleaved":  # each rank has a stage of either tower
+        numbers = {name: towers[name].covered for name in ("vision", "language")}
+        assert numbers == ({"vision": (0, 1), "language": (1,)}, {"vision": (2, 3), "language": (3,)})[rank]
+    else:
+        assert towers["vision"].covered == (0, 1, 2, 3) and towers["language"].covered == (1, 3)
+        kept = towers["language"].kept_by_block
+        assert min(kept[0], kept[2]) > 5 * max(kept[1], kept[3]) > 0 and towers["vision"].recomputed_bytes > 0

@@ -26,6 +26,7 @@ from vlmcourse.data.samples import Batch, Message, Sample
 from vlmcourse.parallel import compression, links, overlap
 from vlmcourse.parallel.apply import apply_strategy, check_equal_weights, unwrap
 from vlmcourse.parallel.counting import CollectiveCounter, sum_traffic
+from vlmcourse.parallel.differentiable import exchange_with_ranks, gather_from_ranks, sum_over_group
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 
 WIDTH, NUM_BLOCKS = 64, 3
@@ -149,12 +150,29 @@ def count_plain(ranks: Ranks) -> list[tuple[str, int, int]]:
     return [(call.kind, call.payload_bytes, call.num_ranks) for call in counter.calls]
 
 
+def count_marked(ranks: Ranks) -> dict[str, list[tuple[str, bool]]]:
+    """Return kind and mark of what activations move by themselves, and of what DDP sends around a layer."""
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.ones(2, 4, requires_grad=True)
+    found = {}
+    for move in (gather_from_ranks, exchange_with_ranks, sum_over_group):
+        with CollectiveCounter() as counter:
+            move(x, group).sum().backward()
+        found[move.__name__] = [(call.kind, call.of_activations) for call in counter.calls]
+    model = DistributedDataParallel(Stack())
+    with CollectiveCounter() as counter:
+        model(sum_over_group(torch.ones(2, WIDTH), group)).backward()
+    return found | {"ddp": [(call.kind, call.of_activations) for call in counter.calls]}
+
+
 def check_counting(ranks: Ranks) -> dict[str, Any]:
     found: dict[str, Any] = {
         "strategies": count_strategies(ranks),
         "tensor parallel": count_tensor_parallel(ranks),
         "functional": count_functional(ranks),
         "plain": count_plain(ranks),
+        "marked": count_marked(ranks),
     }
     # A hook whose second all-reduce is called when the first has arrived, on a thread of gloo.
     model = DistributedDataParallel(Stack())

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from vlmcourse.batch import effective_batch_size, nearest_accumulation
+
 # --- a. Samples of a step -------------------------------------------------------------------------------------------
 
 
@@ -68,6 +70,11 @@ WRONG_BATCHES = {
     "no cp": (_checked(lambda m, a, n, t, p, c: m * a * n // (t * p)), "counted context-parallel ranks"),
     "no pp": (_checked(lambda m, a, n, t, p, c: m * a * n // (t * c)), "counted the stages of a pipeline"),
     "no tp": (_checked(lambda m, a, n, t, p, c: m * a * n // (p * c)), "counted tensor-parallel ranks"),
+    "largest degree": (_checked(lambda m, a, n, t, p, c: m * a * n // max(t, p, c)), "the largest degree only"),
+    "the package's": (
+        _checked(lambda m, a, n, t, p, c: effective_batch_size(m, a, n // (t * p * c))),
+        "use plain arithmetic",
+    ),
     "sum of degrees": (_checked(lambda m, a, n, t, p, c: m * a * n // (t + p + c)), "the sum of the degrees"),
     "sum of factors": (_checked(lambda m, a, n, t, p, c: m + a + n // (t * p * c)), "added the three factors"),
     "over accumulation": (_checked(lambda m, a, n, t, p, c: m * n // (t * p * c) / a), "divided by the accumulation"),
@@ -133,6 +140,24 @@ def _both_everywhere(*case):
     return [(s, s * samples - case[0]) for s in (case[0] // samples, case[0] // samples + 1)]
 
 
+def _round(target, micro_batch, num_gpus, tp, pp, cp):
+    return micro_batch * num_gpus // (tp * pp * cp)
+
+
+def _three(*case, always=True):
+    samples = _round(*case)
+    below, rest = divmod(case[0], samples)
+    if rest and not always:
+        return reach_by_divmod(*case)
+    return [(s, s * samples - case[0]) for s in (below - 1, below, below + 1) if s > 0]
+
+
+def _nearest_two(*case):
+    samples = _round(*case)
+    choices = sorted(((s, s * samples - case[0]) for s in range(1, case[0] + 3)), key=lambda pair: abs(pair[1]))
+    return choices[: 2 if case[0] % samples else 1]
+
+
 def _with_zero(*case):
     samples = case[1] * case[2] // math.prod(case[3:])
     return [(s, s * samples - case[0]) for s in {case[0] // samples, -(-case[0] // samples)}]
@@ -161,14 +186,42 @@ WRONG_CHOICES = {
         ),
         "you gave nothing where the target does not divide",
     ),
+    "no cp": (_with_samples(lambda m, n, t, p, c: m * n // (t * p)), "counted context-parallel ranks"),
+    "tp only": (_with_samples(lambda m, n, t, p, c: m * n // t), "divided by tp only"),
+    "largest degree": (_with_samples(lambda m, n, t, p, c: m * n // max(t, p, c)), "the largest degree only"),
+    "sum of degrees": (_with_samples(lambda m, n, t, p, c: m * n // (t + p + c)), "the sum of the degrees"),
+    "turned round": (_mapped(lambda case, s, e: (e, s)), "your pairs are turned round"),
+    "in micro-batches": (_mapped(lambda case, s, e: (s, e // case[1])), "your error is not in samples"),
+    "in rounds": (
+        _mapped(lambda case, s, e: (s, e * math.prod(case[3:]) / case[1] / case[2])),
+        "your error is not in samples",
+    ),
+    "neighbors besides": (lambda *case: _three(*case, always=False), "you gave more than the nearest choices"),
+    "three everywhere": (_three, "you gave more than the nearest choices"),
+    "nearest two": (_nearest_two, "nothing lies below"),
+    "two above": (
+        lambda *case: [(s, s * _round(*case) - case[0]) for s in (-(-case[0] // _round(*case)) + k for k in (0, 1))],
+        "both reach the target",
+    ),
+    "rounded": (
+        lambda *case: [(round(case[0] / _round(*case)), round(case[0] / _round(*case)) * _round(*case) - case[0])],
+        "you gave the nearer one",
+    ),
+    "the package's": (
+        lambda *case: [
+            (choice.accumulation_steps, choice.error)
+            for choice in nearest_accumulation(case[0], case[1], case[2] // math.prod(case[3:]))
+        ],
+        "use plain arithmetic",
+    ),
     "a number": (lambda *case: reach_by_divmod(*case)[0][0], "return a list of pairs"),
 }
 
 # --- c. The step ----------------------------------------------------------------------------------------------------
 
 
-def _sum_of(model, inputs, labels):
-    logits = model(inputs)
+def _sum_of(model, inputs, labels, shift=0):
+    logits, labels = model(inputs)[:, : labels.shape[1] - shift], labels[:, shift:]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
@@ -183,7 +236,8 @@ def _make_step(
     over_steps=False,
     step="once",
     skip=False,
-    swap=False,
+    shift=0,
+    norm=1.0,
 ):
     """Return a step that is right, but for what the arguments change."""
 
@@ -211,13 +265,11 @@ def _make_step(
             quiet = {"but last": not is_last, "never": False, "always": True, "but first": i > 0}[silence]
             with model.no_sync() if quiet else contextlib.nullcontext():
                 if reduction == "mean":
-                    loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
-                    loss = loss if (labels != -100).any() else loss.detach() * 0 + _sum_of(model, inputs, labels) * 0
-                    loss = loss.nan_to_num() / steps
+                    loss = _sum_of(model, inputs, labels) / (labels != -100).sum().clamp(min=1) / steps
                 elif reduction == "plain mean":
                     loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / steps
                 else:
-                    loss = _sum_of(model, inputs, labels) / divisor
+                    loss = _sum_of(model, inputs, labels, shift) / divisor
                     loss = loss / steps if over_steps else loss
                 (loss * num_ranks if factor else loss).backward()
             total, last_part = total + loss.detach(), loss.detach()
@@ -226,7 +278,7 @@ def _make_step(
             if step == "each time":
                 optimizer.step()
         if clip == "once":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm * max_norm)
         if step == "once":
             optimizer.step()
         part = last_part if returns == "last" else total
@@ -301,7 +353,7 @@ def step_with_an_exit_stack(model, optimizer, micro_batches, max_norm):
                 stack.close()
             each = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="none")
             (each.sum() * share).backward()
-            losses.append(each.sum().detach() * share)
+            losses.append(each.sum() * share)  # still with its graph, whose activations backward has freed
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     dist.all_gather_object(everyone, float(sum(losses)))
@@ -346,7 +398,85 @@ def returns_nothing(model, optimizer, micro_batches, max_norm):
     _make_step()(model, optimizer, micro_batches, max_norm)
 
 
+def _count_all(batches):
+    tokens = torch.tensor(float(sum((labels != -100).sum() for _, labels in batches)))
+    dist.all_reduce(tokens)
+    return tokens
+
+
+def _finish(model, optimizer, loss, max_norm):
+    """Clip, step, and return the loss of all ranks."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def one_large_forward(model, optimizer, micro_batches, max_norm):
+    """Accumulates nothing: all micro-batches become one."""
+    optimizer.zero_grad()
+    inputs, labels = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    loss = _sum_of(model, inputs, labels) / _count_all(micro_batches)
+    (loss * dist.get_world_size()).backward()
+    return _finish(model, optimizer, loss, max_norm)
+
+
+def losses_are_added_up(model, optimizer, micro_batches, max_norm):
+    """One backward for all micro-batches, whose activations wait for it."""
+    optimizer.zero_grad()
+    *others, last = micro_batches
+    loss = sum(_sum_of(model.module, *batch) for batch in others) + _sum_of(model, *last)
+    loss = loss / _count_all(micro_batches)
+    (loss * dist.get_world_size()).backward()
+    return _finish(model, optimizer, loss, max_norm)
+
+
+def forward_stands_outside(model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    tokens, total = _count_all(micro_batches), torch.zeros(())
+    for i, batch in enumerate(micro_batches):
+        loss = _sum_of(model, *batch) / tokens
+        with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            (loss * dist.get_world_size()).backward()
+        total += loss.detach()
+    return _finish(model, optimizer, total, max_norm)
+
+
+def each_micro_batch_by_its_own_count(model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for i, batch in enumerate(micro_batches):
+        tokens = _count_all([batch]).clamp(min=1) * len(micro_batches)
+        with model.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            loss = _sum_of(model, *batch) / tokens
+            (loss * dist.get_world_size()).backward()
+        total += loss.detach()
+    return _finish(model, optimizer, total, max_norm)
+
+
+def clipped_before_the_exchange(model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    tokens, total = _count_all(micro_batches), torch.zeros(())
+    with model.no_sync():
+        for batch in micro_batches:
+            loss = _sum_of(model, *batch) / tokens
+            loss.backward()
+            total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return _finish(model, optimizer, total, 1e9)
+
+
 WRONG_STEPS = {
+    "one large forward": (one_large_forward, "is the memory of a larger batch, not accumulation"),
+    "losses added up": (losses_are_added_up, "is the memory of a larger batch, not accumulation"),
+    "forward outside": (forward_stands_outside, "Forward *and* backward of all micro-batches but the last"),
+    "labels shifted": (_make_step(shift=1), "logits and labels are shifted against each other"),
+    "micro-batches by their own counts": (each_micro_batch_by_its_own_count, "its own supervised tokens, of all ranks"),
+    "clipped before the exchange": (clipped_before_the_exchange, "each rank clips its own gradient"),
+    "clipped to half the norm": (_make_step(norm=0.5), "look at what you divide by, multiply with and clip to"),
     "mean of means": (_make_step(reduction="mean", factor=False), "a mean of means"),
     "plain mean": (_make_step(reduction="plain mean", factor=False), "a mean of means"),
     "DDP's average left in": (_make_step(factor=False), "DDP averages gradients over the ranks"),
@@ -356,7 +486,7 @@ WRONG_STEPS = {
     "samples": (_make_step(divide="samples"), "you divide by the number of samples"),
     "not divided": (_make_step(divide="nothing"), "not divided at all"),
     "over steps too": (_make_step(over_steps=True), "divided by the number of micro-batches too"),
-    "never silent": (_make_step(silence="never"), "gradients are exchanged"),
+    "never silent": (_make_step(silence="never"), "forward *and* backward of the others must stand inside"),
     "always silent": (_make_step(silence="always"), "nothing was exchanged"),
     "silent but first": (_make_step(silence="but first"), "no_sync is the wrong way round"),
     "not zeroed": (_make_step(zero="never"), "gradients of the step before are still there"),

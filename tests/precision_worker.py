@@ -1,6 +1,8 @@
-"""Trains a small model in every precision under every strategy, lets gradients overflow, resumes; on the ranks it gets.
+"""Trains a small model in every precision under every strategy, lets gradients overflow, answers questions, resumes,
+moves layers; on the ranks it gets.
 
-Usage: precision_worker.py FOLDER. Each rank writes what it found to FOLDER/rank<r>.pt.
+Usage: precision_worker.py FOLDER. In it are the weights `learned.pt` of `precision_cases.learn`; each rank writes what
+it found to FOLDER/rank<r>.pt.
 """
 
 from __future__ import annotations
@@ -9,73 +11,37 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from parity import AwkwardTrainer, Recording, awkward_samples, record, small_shape
+import torch.distributed as dist
+from parity import AwkwardTrainer, load
+from precision_cases import (
+    ANSWERS,
+    EVERY,
+    POLICIES,
+    RESUMED,
+    RUNS,
+    STRATEGIES,
+    answer,
+    build,
+    precision_config,
+    run,
+    run_with_policy,
+)
 
-from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.samples import Batch
-from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.apply import fingerprint, named_plain_parameters
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
-from vlmcourse.presets import VLMShape
+from vlmcourse.planner.stages import StageSplit
 from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.nan_finder import find_in_step
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
-    "zero1": {"strategy": "zero1"},
-    "zero2": {"strategy": "zero2"},
-    "fsdp": {"strategy": "fsdp"},
-    "tp": {"strategy": "single", "tp": 2},
-    "pp": {"strategy": "single", "pp": 2},
-    "cp": {"strategy": "ddp", "cp": 2},
-}
-"""On two ranks."""
-SAME_SUMS = ("single", "ddp", "zero1", "fsdp")
-"""These add up the same two micro-batches as one process does, in the same formats: equal to the last bits."""
-NUM_STEPS = 2
-WEIGHT_SEED = 100
-
-
-def precision_config(strategy: str, precision: str, folder: str = "runs", **train: Any) -> TrainConfig:
-    """Return a run whose step is two micro-batches of four samples, the same two wherever it runs."""
-    shares = strategy in ("ddp", "zero1", "zero2", "fsdp")
-    options = {"num_steps": 4, "micro_batch_size": 4, "accumulation_steps": 1 if shares else 2, "max_grad_norm": 0.5}
-    return parse_config(
-        {
-            "run": {"output_dir": folder, "name": f"{strategy}-{precision}"},
-            "train": options | {"precision": precision} | train,
-            "optimizer": {"warmup_steps": 1, "eps": 1e-5, "weight_decay": 0.1},
-            "parallel": STRATEGIES.get(strategy, {"strategy": strategy}),
-        }
-    )
-
-
-def even_shape() -> VLMShape:
-    """Return a shape like that of the parity tests with widths that 2 divides, and fewer layers."""
-    shape = small_shape()
-    vision = replace(shape.vision, num_layers=1, mlp_size=32)
-    language = replace(shape.language, num_layers=2, num_heads=2, mlp_size=46)
-    return replace(shape, vision=vision, language=language)
-
-
-def build(config: TrainConfig, ranks: Ranks) -> AwkwardTrainer:
-    """Build a trainer of the small model."""
-    samples = awkward_samples()
-    model = build_model(even_shape(), seed=WEIGHT_SEED)
-    return AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
-
-
-def run(strategy: str, precision: str, ranks: Ranks) -> Recording:
-    """Train some steps; what was rounded differently on two ranks shows in the weights, which each rank records."""
-    trainer = build(precision_config(strategy, precision), ranks)
-    return record(trainer, NUM_STEPS if strategy in SAME_SUMS else 1)
+MOVES = ((4, 2), (1, 5), (3, 3))
+"""Layers of the two stages, after each step: each of the blocks changes ranks."""
 
 
 @contextlib.contextmanager
@@ -118,28 +84,57 @@ def overflow(strategy: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def resume(strategy: str, precision: str, folder: str, ranks: Ranks) -> dict[str, Any]:
-    """Train four steps at once, and again with a stop after two; the second step overflows."""
+    """Train three steps and save after two of them; make the third in another run too. The second step overflows."""
+    # The steps of tp cost by the micro-batch.
+    whole_batch: dict[str, Any] = {"micro_batch_size": 8, "accumulation_steps": 1} if strategy == "tp" else {}
+    config = precision_config(strategy, precision, folder, **whole_batch)
 
-    def steps(trainer: AwkwardTrainer, numbers: range) -> list[float]:
-        losses = []
-        for step in numbers:
-            with overflow_on(ranks, 0) if step == 1 and precision == "fp16" else contextlib.nullcontext():
-                losses.append(trainer.train_step().loss)
-        return losses
+    def step(trainer: AwkwardTrainer, number: int) -> float:
+        with overflow_on(ranks, 0) if number == 1 and precision == "fp16" else contextlib.nullcontext():
+            return trainer.train_step().loss
 
-    whole = build(precision_config(strategy, precision, folder), ranks)
-    whole_losses = steps(whole, range(4))
-    first = build(precision_config(strategy, precision, folder), ranks)
-    steps(first, range(2))
-    first.save()
-    second = build(precision_config(strategy, precision, folder), ranks)
-    second.resume(Path(folder) / f"{strategy}-{precision}")
-    rest = steps(second, range(2, 4))
+    whole, other = build(config, ranks), build(config, ranks)
+    for number in range(2):
+        step(whole, number)
+    if whole.scheduler is not None:
+        whole.scheduler.move(split_into(MOVES[0]))
+    whole.save()
+    other.resume(Path(folder) / f"{strategy}-{precision}")
     return {
-        "losses": [whole_losses[2:], rest],
-        "same weights": weights_hash(whole) == weights_hash(second),
-        "scalers": [whole.scaler.state_dict(), second.scaler.state_dict()],
+        "losses": [step(trainer, 2) for trainer in (whole, other)],
+        "same weights": weights_hash(whole) == weights_hash(other),
+        "scalers": [whole.scaler.state_dict(), other.scaler.state_dict()],
     }
+
+
+def split_into(layers: tuple[int, ...]) -> StageSplit:
+    """Return a split of the small model: patches, one vision block, projector, two language blocks, output."""
+    return StageSplit(num_vision_layers=1, num_language_layers=2, layers_per_stage=layers)
+
+
+def move(precision: str, ranks: Ranks) -> list[dict[str, int]]:
+    """Train a pipeline whose layers stay, and one whose layers move after each step.
+
+    Returns:
+        Of both, a hash of each weight and each tensor of optimizer state of the whole model, by name.
+    """
+    found = []
+    for strategy in ("pp", "adaptive"):
+        # Without clipping: where the layers are decides the order in which squares are added up.
+        trainer = build(precision_config(strategy, precision, max_grad_norm=0.0), ranks)
+        for layers in MOVES:
+            trainer.train_step()
+            if trainer.scheduler is not None:
+                trainer.scheduler.move(split_into(layers))
+                assert trainer.scheduler.pipeline.split.layers_per_stage == layers
+        mine = {}
+        for name, parameter in named_plain_parameters(trainer.model):
+            mine[name] = fingerprint(parameter)
+            mine |= {f"{key} of {name}": fingerprint(x) for key, x in trainer.optimizer.state[parameter].items()}
+        everyone: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(everyone, mine)
+        found.append({name: value for of_rank in everyone for name, value in of_rank.items()})
+    return found
 
 
 def fault(strategy: str, ranks: Ranks, precision: str = "fp32", pixel: float = math.nan) -> tuple[list[str], str]:
@@ -179,43 +174,30 @@ def _with_picture(batch: Batch) -> list[str]:
     return [name for name, number in zip(batch.sample_ids, batch.tiles_per_sample, strict=True) if number][::-1]
 
 
-def find_all(folder: str, ranks: Ranks, strategies: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def find_all(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return everything that the tests look at."""
-    found: dict[str, Any] = {"runs": {}, "overflow": {}, "resume": {}, "faults": {}, "late faults": {}}
-    for strategy, precisions in strategies.items():
-        for precision in precisions:
-            found["runs"][strategy, precision] = run(strategy, precision, ranks)
+    found: dict[str, Any] = {"overflow": {}, "faults": {}, "late faults": {}}
+    weights, runs = load(folder / "learned.pt"), str(folder / "runs")
+    found["runs"] = {(s, precision): run(s, precision, ranks) for s, every in RUNS.items() for precision in every}
+    for strategy in STRATEGIES:
         found["overflow"][strategy] = overflow(strategy, ranks)
     for strategy in ("ddp", "fsdp", "pp"):
         found["faults"][strategy] = fault(strategy, ranks)
     for strategy in ("ddp", "cp"):
         found["late faults"][strategy] = fault(strategy, ranks, "fp16", 1e6)
-    for strategy, precision in (("ddp", "fp16"), ("fsdp", "bf16_pure"), ("fsdp", "bf16_master")):
-        found["resume"][strategy, precision] = resume(strategy, precision, folder, ranks)
+    found["resume"] = {case: resume(*case, runs, ranks) for case in RESUMED}
+    found["answers"] = {(s, p): answer(s, p, weights, ranks) for s, every in ANSWERS.items() for p in every}
+    found["policies"] = {(p, policy): run_with_policy("fsdp", p, policy, ranks) for p in EVERY for policy in POLICIES}
+    found["moved"] = {precision: move(precision, ranks) for precision in ("bf16_master", "bf16_pure")}
     return found
 
 
-EVERY = ("fp16", "bf16_master", "bf16_pure", "fp8")
-RUNS = {
-    "ddp": EVERY,
-    "zero1": ("bf16_master", "bf16_pure"),
-    "zero2": (),
-    "fsdp": EVERY,
-    "tp": ("fp16", "bf16_master", "bf16_pure"),
-    "pp": ("fp16", "bf16_master", "bf16_pure"),
-    "cp": ("fp16", "bf16_master", "bf16_pure"),
-}
-"""What is trained under each strategy, besides steps that overflow; zero1 and zero2 differ from ddp and fsdp in what
-they store only."""
-
-
-def main(folder: str) -> None:
+def main(folder: Path) -> None:
     """Run everything and write it down."""
     ranks = init_ranks(timeout_s=60)
-    found = find_all(str(Path(folder) / "runs"), ranks, RUNS)
-    torch.save(found, Path(folder) / f"rank{ranks.rank}.pt")
+    torch.save(find_all(folder, ranks), folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

@@ -362,3 +362,28 @@ def test_seeding_skips_libraries_that_are_not_loaded(monkeypatch):
 def test_arrays_with_other_infinities_or_imaginary_parts_differ(one: list[complex], other: list[complex]) -> None:
     assert checks.describe(np.array(one)) == checks.describe(np.array(one))
     assert checks.describe(np.array(one)) != checks.describe(np.array(other))
+
+
+def ask_twice(number: int) -> checks.Outcome:
+    return call(lambda n: 2 * n if n < 7 else [][n], number)
+
+
+def judge_twice(number: int, outcome: checks.Outcome) -> tuple[object, float, str]:
+    return outcome.value, float(number < 3), f"{number}: {outcome.error or 'is wrong'}"
+
+
+def test_each_case_is_asked_and_the_first_wrong_ones_are_shown(capsys):
+    asked = checks.ask_each("twice", range(9), ask_twice, judge_twice)
+    assert asked is not None and (asked.earned, asked.num_wrong, asked.stopped) == (3.0, 6, False)
+    assert asked.answers == [(n, 2 * n) for n in range(7)]  # 7 and 8 failed, and have no answer
+    assert capsys.readouterr().out.splitlines() == ["3: is wrong", "4: is wrong", "5: is wrong", "... and 3 more"]
+    assert checks.ask_each("blank", range(9), lambda n: call(blank, n), judge_twice) is None
+    assert capsys.readouterr().out == "blank is not solved yet\n"
+
+
+def test_no_case_is_asked_after_one_that_took_too_long(capsys):
+    late = checks.Outcome(error="TimeoutError: too long", timed_out=True)
+    asked = checks.ask_each("slow", range(9), lambda n: late if n == 4 else ask_twice(n), judge_twice)
+    assert asked is not None and asked.stopped and (asked.earned, asked.num_wrong) == (3.0, 2)
+    assert [case for case, _ in asked.answers] == [0, 1, 2, 3]
+    assert capsys.readouterr().out.splitlines() == ["3: is wrong", "4: TimeoutError: too long"]

@@ -54,6 +54,15 @@ def test_tensor_parallel_pairs_reduce_once_each_way_in_their_own_group(found: di
     }
 
 
+def test_what_moves_activations_is_told_from_what_exchanges_gradients(found: dict[str, Any]) -> None:
+    assert found["marked"] == {
+        "gather_from_ranks": [["all-gather", True], ["reduce-scatter", True]],
+        "exchange_with_ranks": [["all-to-all", True]] * 2,
+        "sum_over_group": [["all-reduce", True]] * 2,
+        "ddp": [["all-reduce", True], ["all-reduce", False]],  # as SyncBatchNorm's, and the gradients' own
+    }
+
+
 def test_functional_collectives_count_in_forward_and_backward(found: dict[str, Any]) -> None:
     forward = [["all-reduce", 24], ["broadcast", 24], ["all-gather", 48], ["reduce-scatter", 48], ["all-to-all", 24]]
     backward = [["all-to-all", 24], ["all-gather", 48], ["reduce-scatter", 48]]

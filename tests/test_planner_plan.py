@@ -199,7 +199,8 @@ def test_tensor_parallel_groups_stay_inside_a_node():
 
 def test_bf16_is_refused_where_there_is_none():
     v100 = get_cluster("v100-32x8")
-    assert "v100-32" in problems(Plan(dp_shard=8, zero_stage=3), cluster=v100)["precision"]
+    said = problems(Plan(dp_shard=8, zero_stage=3), cluster=v100)["precision"]
+    assert said.endswith("computes in bf16, which v100-32 does not: use fp16_mixed or fp32")
     for precision in ("fp16_mixed", "fp32"):
         assert "precision" not in problems(Plan(dp_shard=8, zero_stage=3, precision=precision), cluster=v100)
 

@@ -31,8 +31,13 @@ def test_what_is_sent_and_held_has_a_row_a_strategy() -> None:
 def test_cuts_weights_and_normalizations_have_titles_and_units() -> None:
     cuts = plots.plot_cuts(["32 x 1", "2 x 16"], [4e7, 4e6], [0.2, 0.3])
     assert "1/10" in cuts.get_suptitle() and "1.50 x" in cuts.get_suptitle()
-    weights: Any = plots.plot_sample_weights([1, 4, 16]).axes[0]
-    assert [round(list(line.get_ydata())[-1]) for line in weights.lines] == [76, 57, 33]
+    weights: Any = plots.plot_sample_weights([1, 4, 1, 16]).axes[0]
+    assert [[round(share) for share in line.get_ydata()] for line in weights.lines] == [
+        [5, 18, 73],  # of 1 + 4 + 1 + 16: the second sample of one token weighs too
+        [12, 25, 50],
+        [25, 25, 25],
+    ]
+    assert "weight" in weights.get_ylabel() and "4 samples" in weights.get_title()
     norms = plots.plot_norm_errors(ERRORS)
     assert [label.get_text() for label in norms.axes[0].get_yticklabels()] == ["BatchNorm", "GroupNorm"]
     for axes in (*cuts.axes, weights, norms.axes[0]):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import math
 import random
-from dataclasses import replace
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from precision_worker import build, precision_config
+from precision_cases import ALONE, build, precision_config
 from torch import nn
 
 from vlmcourse.config import PRECISIONS
@@ -19,17 +22,15 @@ from vlmcourse.labs import ch03
 from vlmcourse.monitor.exponents import count_exponents, gradient_exponents
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.op_dtypes import OpRecorder, measure_autocast_policy
-from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner import TRAINED, choose_precision, get_device, precision_problem
 from vlmcourse.planner.formats import FORMATS
-from vlmcourse.train import precision
+from vlmcourse.train import fp8, precision
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, from_fp8, to_fp8
 from vlmcourse.train.low_precision import LowPrecisionAdamW
 from vlmcourse.train.nan_finder import find_nonfinite
 from vlmcourse.train.rounding import rounding_key, stochastic_round
 from vlmcourse.train.scaler import LossScaler
 
-ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 CPU = torch.device("cpu")
 DTYPES = {
     "fp32": torch.float32,
@@ -264,6 +265,58 @@ def test_fp8_converts_the_blocks_and_leaves_the_output_matrix() -> None:
     assert set(kinds.values()) == {Fp8Linear} and len(kinds) > 20
     with pytest.raises(ValueError, match="nothing to convert"):
         convert_to_fp8(nn.Sequential(nn.GELU()), CPU)
+
+
+def test_torchao_is_called_by_its_names_and_pads_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signatures of `torchao.float8`, whose layers need a GPU."""
+
+    @dataclass(frozen=True)
+    class Float8LinearConfig:
+        pad_inner_dim: bool = False
+
+    class Float8Linear(nn.Linear):
+        pass
+
+    used: list[Float8LinearConfig] = []
+
+    def convert_to_float8_training(
+        module: nn.Module,
+        *,
+        module_filter_fn: Callable[[nn.Module, str], bool],
+        config: Float8LinearConfig,
+    ) -> nn.Module:
+        used.append(config)
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear) and module_filter_fn(layer, name):
+                layer.__class__ = Float8Linear
+        return module
+
+    float8 = ModuleType("torchao.float8")
+    float8.__dict__.update(Float8LinearConfig=Float8LinearConfig, convert_to_float8_training=convert_to_float8_training)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    monkeypatch.setattr(fp8, "has_real_fp8", lambda device: True)
+    model = nn.ModuleDict({"up": nn.Linear(64, 32), "odd": nn.Linear(32, 24), "lm_head": nn.Linear(32, 64)})
+    assert convert_to_fp8(model, torch.device("cuda", 0)) == ["up", "odd"]
+    assert [type(layer) for layer in model.values()] == [Float8Linear, nn.Linear, nn.Linear]
+    assert used == [Float8LinearConfig(pad_inner_dim=True)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "real"), [((9, 0), True, True), ((9, 0), False, False), ((8, 0), True, False)]
+)
+def test_real_fp8_needs_a_gpu_that_has_it_and_torchao(
+    capability: tuple[int, int],
+    installed: bool,
+    real: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    assert fp8.has_real_fp8(torch.device("cuda", 0)) == real
+    assert ("torchao is not installed" in caplog.text) == (not installed)
+    assert not fp8.has_real_fp8(CPU)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_pure", "bf16_master", "fp8"])

@@ -249,11 +249,6 @@ def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
                 f"train.precision = 'fp8' with {axis} = {degree}: a tensor's scale comes from its largest element, "
                 f"and {why}; choose bf16, or {axis} = 1"
             )
-    if precision in ("fp8", "bf16_master", "bf16_pure") and parallel.adaptive:
-        found.append(
-            f"train.precision = {precision!r} with parallel.adaptive = true: layers that move between ranks are built "
-            "anew with plain weights and layers; choose bf16, or leave adaptive out"
-        )
     if precision in ("bf16_master", "bf16_pure") and parallel.compression != "none":
         found.append(
             f"train.precision = {precision!r} with parallel.compression = {parallel.compression!r}: gradients are bf16 "

@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -31,6 +31,8 @@ NUDGE = 1.3e-6
 two roundings where the last bit of a float decides."""
 SEED = 20240
 CALL_LIMIT_S = 5.0
+MAX_SHOWN = 3
+"""Wrong cases that the feedback shows."""
 
 
 def canonical(evaluate: Callable[[], object], seed: int = SEED) -> str:
@@ -218,6 +220,66 @@ def call(function: Any, *args: Any, limit_s: float = CALL_LIMIT_S) -> Outcome:
         first_line = (str(error).strip() or "no message").splitlines()
         text = f"{type(error).__name__}: {' '.join(line.strip() for line in first_line[:4])}"
         return Outcome(error=text, timed_out=isinstance(error, TimeoutError))
+
+
+@dataclass
+class Asked:
+    """What came of asking a learner's function about one case after the other."""
+
+    earned: float = 0.0
+    """Cases' worth, each at most 1; a case that was not asked is worth nothing."""
+    num_wrong: int = 0
+    """Cases asked that were worth less than 1."""
+    answers: list[tuple[Any, Any]] = field(default_factory=list)
+    """Each case with its answer as `judge` read it, those left out whose answer could not be read."""
+    stopped: bool = False
+    """The last call took too long, and no other case was asked: it would take as long."""
+
+
+def ask_each(
+    name: str,
+    cases: Iterable[Any],
+    ask: Callable[[Any], Outcome],
+    judge: Callable[[Any, Outcome], tuple[Any, float, str]],
+) -> Asked | None:
+    """Ask a learner's function about each case, and print the first wrong ones.
+
+    Args:
+        name: of the function, for the feedback.
+        cases: what `ask` and `judge` understand.
+        ask: calls the function, as `call` does.
+        judge: returns the answer as the caller keeps it (None leaves it out), its worth from 0 to 1, and a line about
+            the case and what is wrong with the answer, which counts where the worth is below 1.
+
+    Returns:
+        None, with a line printed, where the function is not solved yet.
+    """
+    asked, lines = Asked(), []
+    for case in cases:
+        outcome = ask(case)
+        if outcome.unsolved:
+            print(f"{name} is not solved yet")
+            return None
+        answer, worth, line = judge(case, outcome)
+        if answer is not None:
+            asked.answers.append((case, answer))
+        if worth < 1:
+            lines.append(line)
+        asked.earned += worth
+        asked.stopped = outcome.timed_out
+        if asked.stopped:
+            break
+    asked.num_wrong = len(lines)
+    show_first(lines)
+    return asked
+
+
+def show_first(lines: Sequence[str]) -> None:
+    """Print some of the lines about wrong cases, and how many more there are."""
+    for line in lines[:MAX_SHOWN]:
+        print(line)
+    if len(lines) > MAX_SHOWN:
+        print(f"... and {len(lines) - MAX_SHOWN} more")
 
 
 def explain_signature(function: Any, *names: str) -> str:

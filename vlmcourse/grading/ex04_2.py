@@ -7,20 +7,22 @@ names the misconception. The cases of the hidden tests come from the same genera
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vlmcourse.batch import effective_batch_size, nearest_accumulation
 from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
-from vlmcourse.grading.checks import as_number, award, call, explain_signature
+from vlmcourse.grading.checks import Asked, Outcome, as_number, ask_each, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
 from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers
+from vlmcourse.grading.plain import call_plainly
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import (
     MAX_SHOWN,
     explain_step_case,
     find_common_mistake,
+    is_accumulated,
     is_right,
     num_exchanges,
 )
@@ -110,31 +112,36 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
     if wrong_signature:
         print(wrong_signature)
         return 0.0
-    answers, lines = [], []
-    for case in make_batch_cases(seed, num_cases):
-        outcome = call(function, case.micro_batch, case.accumulation, *case.cluster)
-        if outcome.unsolved:
-            print("batch_size is not solved yet")
-            return 0.0
-        expected = effective_batch_size(case.micro_batch, case.accumulation, case.dp_degree)
-        got = as_number(outcome.value)
-        answers.append((case, got))
-        if got != expected:
-            said = f"return a number, not {outcome.value!r:.60}" if got is None else f"{got:g} samples is not right"
-            lines.append(f"{case.describe()}, accumulation {case.accumulation}: {outcome.error or said}")
-        if outcome.timed_out:
-            break
-    num_right = num_cases - len(lines) if len(answers) == num_cases else len(answers) - len(lines)
-    _show(lines, explain_batches(answers))
+    asked = ask_each(
+        "batch_size",
+        make_batch_cases(seed, num_cases),
+        lambda case: _ask(function, case.micro_batch, case.accumulation, *case.cluster),
+        _judge_batch,
+    )
+    if asked is None:
+        return 0.0
+    _show_mistake(asked, explain_batches)
     refused = _refuses(function, (2, 8, 8, 3, 1, 1), "tp=3 on 8 GPUs") and _refuses(
         function, (2, 8, 12, 2, 4, 1), "tp=2 and pp=4 on 12 GPUs"
     )
-    return award(points, num_right + 2 * refused, num_cases + 2) if num_right else 0.0
+    return award(points, asked.earned + 2 * refused, num_cases + 2) if asked.earned else 0.0
+
+
+def _ask(function: Any, *args: int) -> Outcome:
+    return call_plainly(function, *args, module="vlmcourse.batch")
+
+
+def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float, str]:
+    got = as_number(outcome.value)
+    if got == effective_batch_size(case.micro_batch, case.accumulation, case.dp_degree):
+        return got, 1.0, ""
+    said = f"return a number, not {outcome.value!r:.60}" if got is None else f"{got:g} samples is not right"
+    return got, 0.0, f"{case.describe()}, accumulation {case.accumulation}: {outcome.error or said}"
 
 
 def _refuses(function: Any, arguments: tuple[int, ...], what: str) -> bool:
     """Tell whether a cluster that its degrees do not divide is refused."""
-    outcome = call(function, *arguments)
+    outcome = _ask(function, *arguments)
     if not outcome.error.startswith("ValueError"):
         got = outcome.error or f"{outcome.value!r:.60} was returned"
         print(f"{what}: raise a ValueError, the product of the degrees does not divide the GPUs ({got})")
@@ -142,15 +149,10 @@ def _refuses(function: Any, arguments: tuple[int, ...], what: str) -> bool:
     return True
 
 
-def _show(lines: Sequence[str], sentences: Sequence[str]) -> None:
-    """Print the first wrong cases, and the mistake behind them."""
-    for line in lines[:MAX_SHOWN]:
-        print(line)
-    if len(lines) > MAX_SHOWN:
-        print(f"... and {len(lines) - MAX_SHOWN} more")
-    if lines:
-        for sentence in sentences:
-            print(f"It looks as if {sentence}.")
+def _show_mistake(asked: Asked, explain: Callable[[Any], Sequence[str]]) -> None:
+    """Print the mistake behind the wrong cases."""
+    for sentence in explain(asked.answers) if asked.num_wrong else ():
+        print(f"It looks as if {sentence}.")
 
 
 def check_v100(function: Any, points: float) -> float:
@@ -195,25 +197,26 @@ def check_accumulation(function: Any, points: float, seed: int, num_cases: int =
     if wrong_signature:
         print(wrong_signature)
         return 0.0
-    answers: list[tuple[BatchCase, list[tuple[float, float]] | None]] = []
-    lines: list[str] = []
-    for case in make_batch_cases(seed, num_cases):
-        outcome = call(function, case.target, case.micro_batch, *case.cluster)
-        if outcome.unsolved:
-            print("accumulation_for is not solved yet")
-            return 0.0
-        pairs = None if outcome.error else read_pairs(outcome.value)
-        answers.append((case, pairs))
-        if pairs is None or sorted(pairs) != expected_pairs(case):
-            said = outcome.error or (
-                f"{pairs} is not right" if pairs is not None else f"return a list of pairs, not {outcome.value!r:.60}"
-            )
-            lines.append(f"target {case.target}, {case.describe()}: {said}")
-        if outcome.timed_out:
-            break
-    _show(lines, explain_choices(answers))
-    num_right = len(answers) - len(lines)
-    return award(points, num_right, num_cases) if num_right else 0.0
+    asked = ask_each(
+        "accumulation_for",
+        make_batch_cases(seed, num_cases),
+        lambda case: _ask(function, case.target, case.micro_batch, *case.cluster),
+        _judge_pairs,
+    )
+    if asked is None:
+        return 0.0
+    _show_mistake(asked, explain_choices)
+    return award(points, asked.earned, num_cases) if asked.earned else 0.0
+
+
+def _judge_pairs(case: BatchCase, outcome: Outcome) -> tuple[list[tuple[float, float]] | None, float, str]:
+    pairs = None if outcome.error else read_pairs(outcome.value)
+    if pairs is not None and sorted(pairs) == expected_pairs(case):
+        return pairs, 1.0, ""
+    said = outcome.error or (
+        f"{pairs} is not right" if pairs is not None else f"return a list of pairs, not {outcome.value!r:.60}"
+    )
+    return pairs, 0.0, f"target {case.target}, {case.describe()}: {said}"
 
 
 def expected_pairs(case: BatchCase) -> list[tuple[float, float]]:
@@ -270,18 +273,20 @@ def check_step(
 
 
 def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
-    """Print what was wrong in an answer's cases and return its points."""
-    earned, counts = 0.0, {"gradient": 0, "exchange": 0, "loss": 0}
+    """Print what was wrong in an answer's cases and return its points; a case that is not accumulated earns none."""
+    earned, num_accumulated, counts = 0.0, 0, {"gradient": 0, "exchange": 0, "loss": 0}
     shown: dict[str, list[str]] = {}
-    common = find_common_mistake(reports.cases)
+    common, common_loss = find_common_mistake(reports.cases), find_common_mistake(reports.cases, "loss")
     for case in reports.cases:
-        for key, sentence in explain_step_case(case, common).items():
+        for key, sentence in explain_step_case(case, common, common_loss).items():
             shown.setdefault(key, []).append(f"{case.case}: {sentence}")
         has_gradient = is_right(case, "gradient")
         exchanged_once = has_gradient and all(0.9 < number < 1.5 for number in num_exchanges(case))
         has_loss = is_right(case, "loss")
-        earned += SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
-        earned += SHARE_OF_LOSS * (has_gradient and has_loss)
+        shares = SHARE_OF_GRADIENT * has_gradient + SHARE_OF_EXCHANGE * exchanged_once
+        shares += SHARE_OF_LOSS * (has_gradient and has_loss)
+        earned += shares * is_accumulated(case)
+        num_accumulated += is_accumulated(case)
         for name, value in (("gradient", has_gradient), ("exchange", exchanged_once), ("loss", has_loss)):
             counts[name] += value
     for sentences in list(shown.values())[:MAX_SHOWN]:
@@ -290,5 +295,7 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
         if reports.failure and all(case.is_done for case in reports.cases):
             print(f"The ranks did not come to an end: {reports.failure}")
         print(f"{num_cases - len(reports.cases)} more cases were not run")
+    if num_accumulated < len(reports.cases):
+        print(f"only cases that accumulate earn points: {num_accumulated} of {num_cases}")
     print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))
     return award(points, earned / (SHARE_OF_GRADIENT + SHARE_OF_EXCHANGE + SHARE_OF_LOSS), num_cases)

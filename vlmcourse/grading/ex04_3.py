@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmcourse.grading.checks import Outcome, award, call, explain_signature
+from vlmcourse.grading.checks import Outcome, award, call, explain_signature, show_first
 from vlmcourse.grading.choice_cases import GROUPS, Choice, make_choices
 from vlmcourse.grading.choice_feedback import explain_choices
 from vlmcourse.grading.format_cases import FACTS, Gradients, facts_of, make_formats, make_gradients
 from vlmcourse.grading.format_feedback import FACT_MISTAKES, explain, explain_fates
 from vlmcourse.planner.formats import FloatFormat
 
-MAX_SHOWN = 3
 TOLERANCE = 1e-5
 """Relative: what was computed in float32 is right, what was rounded to one decimal is not."""
 LEVELS = {"easy": GROUPS[:2], "hard": GROUPS[2:]}
@@ -216,9 +215,6 @@ def _read_choice(outcome: Outcome) -> tuple[str, int] | None | str:
 
 def _show(lines: Sequence[str], sentences: Sequence[str]) -> None:
     """Print some of the wrong cases, and the mistakes behind them."""
-    for line in lines[:MAX_SHOWN]:
-        print(line)
-    if len(lines) > MAX_SHOWN:
-        print(f"... and {len(lines) - MAX_SHOWN} more")
+    show_first(lines)
     for sentence in sentences:
         print(f"It looks as if this is why: {sentence}.")

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from vlmcourse.grading.checks import Outcome, award, call, explain_signature
+from vlmcourse.grading.checks import Outcome, ask_each, award, call, explain_signature
 from vlmcourse.grading.placement_feedback import explain_placements, read_placement
 from vlmcourse.grading.placements import Placement, credit, make_placements, slowest
 
-MAX_SHOWN = 3
-"""Wrong cases that the feedback shows."""
 CALL_LIMIT_S = 5.0
 PROBES = {"small": 20, "vlm": 20, "deep": 5}
 PROBE_SEED = 43
@@ -42,38 +40,33 @@ def check_placement(
         print(wrong_signature)
         return 0.0
     cases = make_placements(group, seed, num_cases)
-    answers, lines, earned, stopped = [], [], 0.0, False
-    for case in cases:
-        outcome = call(function, list(case.costs), case.num_stages, limit_s=limit_s)
-        if outcome.unsolved:
-            print("place_layers is not solved yet")
-            return 0.0
-        counts, problem = _judge(outcome, case)
-        worth = 0.0 if problem else credit(case, counts)
-        if not problem:
-            answers.append((case, counts))
-        if worth < 1:
-            lines.append(f"{case}: {problem or _explain_slow(case, counts)}")
-        earned += worth
-        stopped = outcome.timed_out
-        if stopped:
-            break  # the other cases would take as long; they count as wrong
-    for line in lines[:MAX_SHOWN]:
-        print(line)
-    if len(lines) > MAX_SHOWN:
-        print(f"... and {len(lines) - MAX_SHOWN} more")
-    if lines and not stopped:
-        sentence = explain_placements([*answers, *_probe(function, limit_s)])
+    asked = ask_each("place_layers", cases, lambda case: _ask(function, case, limit_s), _judge)
+    if asked is None:
+        return 0.0
+    if asked.num_wrong and not asked.stopped:
+        sentence = explain_placements([*asked.answers, *_probe(function, limit_s)])
         if sentence:
             print(f"It looks as if {sentence}.")
     num_refusals = 1 if group == "small" else 0
-    refused = num_refusals and not stopped and _refuses(function)
+    refused = num_refusals and not asked.stopped and _refuses(function)
     total = num_cases + num_refusals
-    print(f"{group}: {earned + refused:.4g} of {total} cases")
-    return award(points, earned + refused, total) if earned else 0.0
+    print(f"{group}: {asked.earned + refused:.4g} of {total} cases")
+    return award(points, asked.earned + refused, total) if asked.earned else 0.0
 
 
-def _judge(outcome: Outcome, case: Placement) -> tuple[list[int], str]:
+def _ask(function: Any, case: Placement, limit_s: float) -> Outcome:
+    return call(function, list(case.costs), case.num_stages, limit_s=limit_s)
+
+
+def _judge(case: Placement, outcome: Outcome) -> tuple[list[int] | None, float, str]:
+    counts, problem = _read(outcome, case)
+    if problem:
+        return None, 0.0, f"{case}: {problem}"
+    worth = credit(case, counts)
+    return counts, worth, f"{case}: {_explain_slow(case, counts)}" if worth < 1 else ""
+
+
+def _read(outcome: Outcome, case: Placement) -> tuple[list[int], str]:
     """Return an answer's layers of each stage, or what is wrong with it."""
     if outcome.timed_out:
         ways = math.comb(len(case.costs) - 1, case.num_stages - 1)
@@ -101,10 +94,10 @@ def _probe(function: Any, limit_s: float) -> list[tuple[Placement, list[int]]]:
     found = []
     for group, num_cases in PROBES.items():
         for case in make_placements(group, PROBE_SEED, num_cases):
-            outcome = call(function, list(case.costs), case.num_stages, limit_s=limit_s)
+            outcome = _ask(function, case, limit_s)
             if outcome.timed_out:
                 return found
-            counts, problem = _judge(outcome, case)
+            counts, problem = _read(outcome, case)
             if not problem:
                 found.append((case, counts))
     return found

@@ -24,10 +24,8 @@ from vlmcourse.grading.chains import (
     make_chains,
     peak_bytes,
 )
-from vlmcourse.grading.checks import Outcome, award, call, explain_signature
+from vlmcourse.grading.checks import Outcome, ask_each, award, call, explain_signature
 
-MAX_SHOWN = 3
-"""Wrong cases that the feedback shows."""
 CALL_LIMIT_S = 5.0
 
 # --- a. Which layers to recompute -----------------------------------------------------------------------------------
@@ -53,39 +51,30 @@ def check_plan(
     if wrong_signature:
         print(wrong_signature)
         return 0.0
-    answers: list[tuple[ChainCase, Segments]] = []
-    lines, earned, stopped = [], 0.0, False
-    for case in make_chains(group, seed, num_cases):
-        outcome = _ask(function, case, limit_s)
-        if outcome.unsolved:
-            print("choose_segments is not solved yet")
-            return 0.0
-        segments, problem = _read(outcome, case)
-        worth = 0.0 if problem else credit(case, segments)
-        if not problem:
-            answers.append((case, segments))
-        if worth < 1:
-            lines.append(f"{case}: {problem or _explain_plan(case, segments)}")
-        earned += worth
-        stopped = outcome.timed_out
-        if stopped:
-            break  # the other cases would take as long; they count as wrong
-    for line in lines[:MAX_SHOWN]:
-        print(line)
-    if len(lines) > MAX_SHOWN:
-        print(f"... and {len(lines) - MAX_SHOWN} more")
-    sentence = explain_plans(answers, [(c, s) for c, s in answers if credit(c, s) < 1])
+    cases = make_chains(group, seed, num_cases)
+    asked = ask_each("choose_segments", cases, lambda case: _ask(function, case, limit_s), _judge)
+    if asked is None:
+        return 0.0
+    sentence = explain_plans(asked.answers, [(c, s) for c, s in asked.answers if credit(c, s) < 1])
     if sentence:
         print(f"It looks as if {sentence}.")
     num_refusals = 1 if group == "small" else 0
-    refused = num_refusals and not stopped and _refuses(function, limit_s)
+    refused = num_refusals and not asked.stopped and _refuses(function, limit_s)
     total = num_cases + num_refusals
-    print(f"{group}: {earned + refused:.4g} of {total} cases")
-    return award(points, earned + refused, total) if earned else 0.0
+    print(f"{group}: {asked.earned + refused:.4g} of {total} cases")
+    return award(points, asked.earned + refused, total) if asked.earned else 0.0
 
 
 def _ask(function: Any, case: ChainCase, limit_s: float) -> Outcome:
     return call(function, list(case.inputs), list(case.inside), list(case.costs), case.limit, limit_s=limit_s)
+
+
+def _judge(case: ChainCase, outcome: Outcome) -> tuple[Segments | None, float, str]:
+    segments, problem = _read(outcome, case)
+    if problem:
+        return None, 0.0, f"{case}: {problem}"
+    worth = credit(case, segments)
+    return segments, worth, f"{case}: {_explain_plan(case, segments)}" if worth < 1 else ""
 
 
 def _read(outcome: Outcome, case: ChainCase) -> tuple[Segments, str]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmcourse.grading.pair_ranks import CaseReports
+from vlmcourse.grading.step_truths import NOT_CLIPPED
 from vlmcourse.notebook.rank_names import name_ranks
 
 MAX_SHOWN = 3
@@ -23,17 +24,30 @@ MEANS = (
     "a mean of means: micro-batches with few supervised tokens weigh as much as those with many. Add up token losses "
     "(reduction='sum') and divide by the supervised tokens of the whole step, of all micro-batches and ranks"
 )
+GLOBAL_MEANS = (
+    "each micro-batch is divided by its own supervised tokens, of all ranks: that is still a mean of means. Divide by "
+    "the supervised tokens of all micro-batches of all ranks, known before the first backward"
+)
+SHIFTED = (
+    "logits and labels are shifted against each other: a label already stands at the position that predicts it, so "
+    "compare them as they are"
+)
+OWN_NORM = (
+    "each rank clips its own gradient, before the exchange: clip once, after the last micro-batch, by the norm of the "
+    "exchanged gradient"
+)
 KEPT = "gradients of the step before are still there: zero them once a step, before its first micro-batch"
 GRADIENTS = {
     "over_ranks": f"the gradient is 1 / {{n}} of what it must be: {AVERAGE}",
     "times_ranks": "the gradient is {n} times too large: it was multiplied by the number of ranks once too often",
     "mean_of_means": MEANS,
-    "mean_of_means_not_clipped": MEANS,
     "sum_of_means": f"the means of the micro-batches are added up: {MEANS}",
     "rank_means": "each rank divides by its own supervised tokens, which is a mean of the ranks' means: divide by the "
     "number of all ranks (an all-reduce of the count)",
     "rank_means_over_steps": "each rank divides by its own supervised tokens and by the number of micro-batches: "
     "divide once, by the supervised tokens of all ranks",
+    "means_over_ranks": GLOBAL_MEANS,
+    "means_over_ranks_summed": GLOBAL_MEANS,
     "over_steps": "the gradient is divided by the number of micro-batches too: the count of all tokens has them all",
     "over_steps_and_ranks": "the gradient is divided by the number of micro-batches too, and DDP's average over the "
     "ranks is left in: the count of all tokens has them all; multiply by the number of ranks",
@@ -43,6 +57,9 @@ GRADIENTS = {
     "not_divided": "the sums of token losses are not divided at all: divide by the supervised tokens of the whole step",
     "summed": "the sums of token losses are not divided at all: divide by the supervised tokens of the whole step",
     "over_samples": "you divide by the number of samples: the loss is a mean over supervised tokens",
+    "shifted": SHIFTED,
+    "shifted_and_counted": SHIFTED,
+    "shifted_over_ranks": f"{SHIFTED}. And {AVERAGE}",
     "own_only": "the gradient holds this rank's own samples only: no_sync was still on in the last micro-batch, so "
     "nothing was exchanged",
     "own_only_over_tokens": "the gradient holds this rank's own samples only: no_sync was still on in the last "
@@ -51,15 +68,15 @@ GRADIENTS = {
     "first_exchanged": "no_sync is the wrong way round: the first micro-batch was exchanged and the others were not. "
     "Leave the last one outside no_sync: its exchange takes along what was added up before",
     "right_not_clipped": "the gradient is right, but not clipped: scale it down to max_norm before the optimizer steps",
-    "over_ranks_not_clipped": f"the gradient is not clipped, and 1 / {{n}} of what it must be: {AVERAGE}",
     "clipped_each_time": "gradients are clipped after every micro-batch: clip once, after the last, when all of the "
     "step is in them",
     "clipped_early": "gradients are clipped before the last micro-batch: clip once, after it, when all is in them",
-    "clipped_before_the_exchange": "each rank clips its own gradient, before the exchange: clip once, after the last "
-    "micro-batch, by the norm of the exchanged gradient",
+    "clipped_before_the_exchange": OWN_NORM,
+    "clipped_before_the_sum": OWN_NORM,
     "kept": KEPT,
     "kept_over_ranks": KEPT,
-    "scaled": "the gradient has the right direction and a wrong length: look at what you divide by and multiply with",
+    "scaled": "the gradient has the right direction and a wrong length: look at what you divide by, multiply "
+    "with and clip to",
     "nan": "the gradient holds NaN: a micro-batch or a rank without any supervised token has a mean of 0 / 0; add up, "
     "and divide by the count of the whole step",
     "none": "the gradient is zero everywhere: did backward run, and zero_grad before it?",
@@ -87,8 +104,24 @@ LOSSES = {
     "other": "the returned loss is not the mean over the supervised tokens of all ranks and micro-batches",
 }
 EVERY_TIME = (
-    "gradients are exchanged {times:.0f} times: only the last micro-batch's backward may stand outside model.no_sync()"
+    "gradients are exchanged {times:.0f} times: only the last micro-batch may stand outside model.no_sync(); forward "
+    "*and* backward of the others must stand inside"
 )
+FORWARD_OUTSIDE = (
+    "gradients are exchanged {times:.0f} times: your backward stands inside model.no_sync(), its forward does not, and "
+    "DDP decides in the forward. Forward *and* backward of all micro-batches but the last must stand inside"
+)
+TOO_MANY = (
+    "activations of {kept} samples are kept at once, and the largest micro-batch has {largest}: that is the memory of "
+    "a larger batch, not accumulation. Give each micro-batch a forward of its own, and run its backward before the next"
+)
+FACTS = ("nan", "no_step", "missing")
+"""Words that are true whatever the mistake is."""
+_WORDS = {
+    "gradient": (*GRADIENTS, *(word + NOT_CLIPPED for word in GRADIENTS if word + NOT_CLIPPED not in GRADIENTS)),
+    "loss": tuple(LOSSES),
+}
+"""Mistakes, the likelier one first."""
 SKIPPED = (
     "{ranks} waited for the other in vain: every rank must run backward on each micro-batch, also on one without a "
     "supervised token, and call every collective"
@@ -113,53 +146,87 @@ def num_exchanges(case: CaseReports) -> list[float]:
     return [step["exchanges"] for step in _steps(case)]
 
 
-def find_common_mistake(cases: Sequence[CaseReports]) -> str:
-    """Return the word for the mistake that gives every wrong gradient of all cases; "" if no single one does.
+def is_accumulated(case: CaseReports) -> bool:
+    """Tell whether no rank ever kept activations of more samples than its largest micro-batch has."""
+    return all(step["kept_samples"] <= step["largest"] for step in _steps(case))
 
-    One case alone may fit several: where each rank has one micro-batch, a mean of micro-batches is one of ranks. Only
-    first steps are looked at (later ones begin with spoilt weights), and no NaN, which fits everything.
+
+def find_common_mistake(cases: Sequence[CaseReports], name: str = "gradient") -> str:
+    """Return the word for the mistake that gives what was found in all cases, also in those that are right; or "".
+
+    A single case may fit several: where each rank has one micro-batch, a mean of micro-batches is one of ranks. Steps
+    behind the first wrong one begin with spoilt weights and do not count, nor does a NaN, which fits everything.
+
+    Args:
+        cases: of one answer.
+        name: "gradient", or "loss", which counts where the gradient is right.
     """
-    first = [report["values"]["steps"][0] for case in cases if case.is_done for report in case.by_rank.values()]
-    fits = [set(step["fits"]) for step in first if step["gradient"] not in ("right", "nan")]
-    common = set.intersection(*fits) if fits else set()
-    return next((word for word in GRADIENTS if word in common), "")
+    common: set[str] | None = None
+    is_wrong = False
+    for step in (step for case in cases if case.is_done for step in _until_wrong(case, name)):
+        if step[name] in FACTS or (step[name] == "none" and not step["fits"]):
+            continue
+        is_wrong |= step[name] != "right"
+        fits = set(step["fits" if name == "gradient" else "loss_fits"])
+        common = fits if common is None else common & fits
+    return next((word for word in _WORDS[name] if word in (common or ())), "") if is_wrong else ""
 
 
-def explain_step_case(case: CaseReports, common: str = "") -> dict[str, str]:
+def _until_wrong(case: CaseReports, name: str) -> list[dict[str, Any]]:
+    """Return what the ranks found in a case's steps, up to the first step in which one of them is wrong."""
+    found: list[dict[str, Any]] = []
+    for of_ranks in zip(*(report["values"]["steps"] for _, report in sorted(case.by_rank.items())), strict=False):
+        has_gradient = all(step["gradient"] == "right" for step in of_ranks)
+        found += of_ranks if name == "gradient" or has_gradient else ()
+        if not has_gradient:
+            break
+    return found
+
+
+def explain_step_case(case: CaseReports, common: str = "", common_loss: str = "") -> dict[str, str]:
     """Return what is wrong with one case; nothing if all is right.
 
     Args:
         case: what the ranks found.
-        common: the answer's `find_common_mistake`, which is named where the case fits it.
+        common: the answer's `find_common_mistake`; only a mistake that gives all cases is named.
+        common_loss: the same for the returned loss.
     """
     problem = _explain_end(case)
     if problem:
         return problem
     found: dict[str, str] = {}
     n, steps = case.case.world_size, _steps(case)
+    if not is_accumulated(case):
+        worst = max(steps, key=lambda step: step["kept_samples"] - step["largest"])
+        found["kept"] = TOO_MANY.format(kept=worst["kept_samples"], largest=worst["largest"])
     counts = {step["num_steps"] for step in steps} - {0, 1}
+    wrong = [step["gradient"] for step in _until_wrong(case, "gradient") if step["gradient"] != "right"]
     if counts:
         found["stepped"] = (
             f"the optimizer stepped {max(counts)} times: add up the micro-batches of a step first, then step once"
         )
-    else:
-        words = [step["gradient"] for step in steps if step["gradient"] != "right"]
-        # A later step begins with weights that an earlier mistake has spoilt: the first word says most.
-        first = [report["values"]["steps"][0] for _, report in sorted(case.by_rank.items())]
-        early = [step["gradient"] for step in first]
-        word = next((w for w in (*early, *words) if w not in ("right", "other")), words[0] if words else "")
-        if any(common in step["fits"] for step in first if step["gradient"] != "right"):
-            word = common
-        if word:
-            found[f"gradient {word}"] = GRADIENTS[word].format(n=n)
+    elif wrong:
+        word = _choose_word(wrong, common)
+        ending = "; and the gradient is not clipped" if word not in GRADIENTS else ""
+        found[f"gradient {word}"] = GRADIENTS[word.removesuffix(NOT_CLIPPED) if ending else word].format(n=n) + ending
     times = max(num_exchanges(case), default=0.0)
     if times >= 1.5:
-        found["exchanges"] = EVERY_TIME.format(times=times)
-    if not found or list(found) == ["exchanges"]:
+        is_outside = any(step["forward_outside"] for step in steps)
+        found["exchanges"] = (FORWARD_OUTSIDE if is_outside else EVERY_TIME).format(times=times)
+    if not counts and not wrong:
         wrong = [step["loss"] for step in steps if step["loss"] != "right"]
         if wrong:
-            found[f"loss {wrong[0]}"] = LOSSES[wrong[0]].format(n=n)
+            word = _choose_word(wrong, common_loss)
+            found[f"loss {word}"] = LOSSES[word].format(n=n)
     return found
+
+
+def _choose_word(wrong: Sequence[str], common: str) -> str:
+    """Return what to say of a quantity: what is plain to see, else the mistake behind all cases, else how it looks."""
+    plain = next((word for word in wrong if word in FACTS), "")
+    if plain or common:
+        return plain or common
+    return wrong[0] if len(set(wrong)) == 1 else "other"
 
 
 def _explain_end(case: CaseReports) -> dict[str, str]:

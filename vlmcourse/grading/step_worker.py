@@ -1,7 +1,7 @@
 """Runs learners' accumulation steps of exercise 4.2 on one rank; `pair_ranks` starts it on each.
 
 Enters and leaves: as in `pair_worker`, whose ranks, time limits and reports it uses; only what a case is differs: a
-small model in DDP makes a few optimizer steps by the learner's function.
+small model in DDP makes a few optimizer steps by the learner's function, whose forward passes are recorded too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.grading.checks import quiet, time_limit
 from vlmcourse.grading.pair_worker import RecordCollectives, Run, describe_error, main
-from vlmcourse.grading.step_cases import (
-    LEARNING_RATE,
-    StepCase,
-    fit_gradient,
-    flat_gradient,
-    make_micro_batches,
-    make_model,
-    make_truths,
-    name_gradient,
-    name_loss,
-)
+from vlmcourse.grading.step_cases import LEARNING_RATE, StepCase, flat_gradient, make_micro_batches, make_model
+from vlmcourse.grading.step_passes import RecordPasses
+from vlmcourse.grading.step_truths import fit_gradient, fit_loss, make_truths, name_gradient, name_loss
 
 
 class StepRun(Run):
@@ -69,22 +61,26 @@ class StepRun(Run):
         max_norm: float,
         truth: Any,
     ) -> dict[str, Any]:
-        """Return the words for what one step found, and how often it stepped and exchanged."""
+        """Return the words for what one step found, how often it stepped and exchanged, and what it kept at once."""
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         seen: list[Tensor] = []
         optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model.module)))
         micro_batches = make_micro_batches(case, step, self.rank)
-        record = RecordCollectives()
-        with quiet(), time_limit(2 * self.timeout_s), record:
+        record, passes = RecordCollectives(), RecordPasses(model)
+        with quiet(), time_limit(2 * self.timeout_s), record, passes:
             loss = function(model, optimizer, [tuple(t.clone() for t in batch) for batch in micro_batches], max_norm)
         num_parameters = sum(p.numel() for p in model.parameters())
         sent = sum(count for _, name, count in record.calls if name.startswith(("allreduce", "all_reduce")))
         return {
-            "gradient": name_gradient(seen[-1], truth.gradients) if seen else "no_step",
+            "gradient": name_gradient(seen[-1], truth.gradients["right"]) if seen else "no_step",
             "fits": fit_gradient(seen[-1], truth.gradients) if seen else [],
             "num_steps": len(seen),
             "loss": name_loss(loss, truth.losses),
+            "loss_fits": fit_loss(loss, truth.losses),
             "exchanges": sent / num_parameters,
+            "kept_samples": passes.most_samples,
+            "largest": max(len(inputs) for inputs, _ in micro_batches),
+            "forward_outside": passes.forward_outside,
         }
 
 

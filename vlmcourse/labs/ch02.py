@@ -224,6 +224,8 @@ class SyncRecord:
 
     sent_bytes: list[float]
     """Of gradients, by micro-batch, if collectives run as rings."""
+    all_sent_bytes: float
+    """In all micro-batches, gradients and FSDP's gathers of weights."""
     held_bytes: list[int]
     """Of gradients, after each micro-batch."""
     estimated_bytes: int
@@ -240,15 +242,16 @@ def record_sync(trainer: Trainer, never_off: bool = False) -> SyncRecord:
     batches, model = trainer.load_step(0), trainer.model
     every = trainer.parallel.gradient_sync == "every"
     trainer.optimizer.zero_grad(set_to_none=True)
-    sent, held = [], []
+    sent, held, all_sent = [], [], 0.0
     for i, batch in enumerate(batches):
         is_on = never_off or i == len(batches) - 1
         with CollectiveCounter() as counter, gradient_sync(model, is_on, every):
             run_backward(model, micro_batch_loss_sum(model, batch.to(trainer.ranks.device), "fp32"))
         sent.append(sum(call.sent_bytes for call in find_exchanges(model, counter.calls)))
+        all_sent += sum(call.sent_bytes for call in counter.calls)
         held.append(measure_waiting_bytes(model))
     trainer.optimizer.zero_grad(set_to_none=True)
-    return SyncRecord(sent, held, estimate_waiting_bytes(model, every))
+    return SyncRecord(sent, all_sent, held, estimate_waiting_bytes(model, every))
 
 
 def tiny_model() -> VLM:

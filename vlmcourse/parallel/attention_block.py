@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from vlmcourse.parallel.comm import at_least_fp32
+
 CUDA_FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -106,7 +108,7 @@ def merge_blocks(
     merged_BHS = torch.logaddexp(lse_BHS, block_lse_BHS)
     share_BHS1 = (lse_BHS - merged_BHS).exp()[..., None]
     block_share_BHS1 = (block_lse_BHS - merged_BHS).exp()[..., None]
-    return out_BHSE * share_BHS1 + block_out_BHSE.float() * block_share_BHS1, merged_BHS
+    return out_BHSE * share_BHS1 + at_least_fp32(block_out_BHSE) * block_share_BHS1, merged_BHS
 
 
 def choose_kernel(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, is_causal: bool) -> str:
@@ -127,7 +129,7 @@ def _plain(q_BHSE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, is_causal: bool) -> t
     with torch.autocast(q_BHSE.device.type, enabled=False):
         scores_BHSS = _scores(q_BHSE, k_BHSE, is_causal)
         lse_BHS = scores_BHSS.logsumexp(dim=-1)
-        out_BHSE = (scores_BHSS - lse_BHS[..., None]).exp() @ v_BHSE.float()
+        out_BHSE = (scores_BHSS - lse_BHS[..., None]).exp() @ at_least_fp32(v_BHSE)
     return out_BHSE.to(q_BHSE.dtype), lse_BHS
 
 
@@ -141,20 +143,20 @@ def _plain_backward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q_BHSE.device.type, enabled=False):
-        grad32_BHSE = grad_BHSE.float()
+        wide_grad_BHSE = at_least_fp32(grad_BHSE)
         p_BHSS = (_scores(q_BHSE, k_BHSE, is_causal) - lse_BHS[..., None]).exp()
-        grad_v_BHSE = p_BHSS.mT @ grad32_BHSE
-        grad_p_BHSS = grad32_BHSE @ v_BHSE.float().mT
+        grad_v_BHSE = p_BHSS.mT @ wide_grad_BHSE
+        grad_p_BHSS = wide_grad_BHSE @ at_least_fp32(v_BHSE).mT
         # Softmax's backward subtracts each row's mean gradient under p: the product of output and its gradient.
-        mean_BHS1 = (grad32_BHSE * out_BHSE.float()).sum(dim=-1, keepdim=True)
+        mean_BHS1 = (wide_grad_BHSE * at_least_fp32(out_BHSE)).sum(dim=-1, keepdim=True)
         grad_scores_BHSS = p_BHSS * (grad_p_BHSS - mean_BHS1) / math.sqrt(q_BHSE.shape[-1])
-        grad_q_BHSE, grad_k_BHSE = grad_scores_BHSS @ k_BHSE.float(), grad_scores_BHSS.mT @ q_BHSE.float()
+        grad_q_BHSE, grad_k_BHSE = grad_scores_BHSS @ at_least_fp32(k_BHSE), grad_scores_BHSS.mT @ at_least_fp32(q_BHSE)
     return grad_q_BHSE.to(q_BHSE.dtype), grad_k_BHSE.to(k_BHSE.dtype), grad_v_BHSE.to(v_BHSE.dtype)
 
 
 def _scores(q_BHSE: Tensor, k_BHSE: Tensor, is_causal: bool) -> Tensor:
     """Return scaled scores in fp32 [batch, heads, queries, keys], minus infinity where a query may not look."""
-    scores_BHSS = q_BHSE.float() @ k_BHSE.float().mT / math.sqrt(q_BHSE.shape[-1])
+    scores_BHSS = at_least_fp32(q_BHSE) @ at_least_fp32(k_BHSE).mT / math.sqrt(q_BHSE.shape[-1])
     if is_causal:
         later_SS = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=q_BHSE.device).triu(1)
         scores_BHSS = scores_BHSS.masked_fill(later_SS, -math.inf)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.comm import at_least_fp32, local_part
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     torch_logger.setLevel(logging.ERROR)
     try:
         # bf16 gradients: their squares would be added up with 8 significant bits.
-        norm = torch.nn.utils.get_total_norm([g if g.dtype == torch.float32 else g.float() for g in gradients])
+        norm = torch.nn.utils.get_total_norm([at_least_fp32(g) for g in gradients])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     finally:
         torch_logger.setLevel(level)

@@ -42,6 +42,15 @@ def _reduce(values: Sequence[float | Tensor], ranks: Ranks, op: dist.ReduceOp.Re
     return numbers.tolist()
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in fp32 where its type is narrower, and as it is where it is fp32 or float64.
+
+    What needs more digits than weights have (losses, softmax, norms) is computed so, and a model in float64 stays in
+    float64 from one end to the other: there, ranks and one process must agree to 1e-9.
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def wait_for_all(ranks: Ranks) -> None:
     """Return when every rank has called this.
 

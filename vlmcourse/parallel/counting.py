@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -70,6 +71,25 @@ FROM_OTHER_THREADS = ("all_reduce", "all_gather_single", "reduce_scatter_single"
 of the training thread reaches."""
 
 
+_thread = threading.local()
+"""`moves_activations`: whether this thread is inside `moving_activations`."""
+
+
+@contextlib.contextmanager
+def moving_activations() -> Iterator[None]:
+    """Mark the collectives that this thread calls inside as those of activations and their gradients.
+
+    Context parallelism's own reduce-scatters run in the group in which FSDP reduces gradients: kind and group do not
+    tell one from the other.
+    """
+    before = getattr(_thread, "moves_activations", False)
+    _thread.moves_activations = True
+    try:
+        yield
+    finally:
+        _thread.moves_activations = before
+
+
 @dataclass(frozen=True)
 class CollectiveCall:
     """One collective, as one rank called it."""
@@ -82,6 +102,9 @@ class CollectiveCall:
     """Of the process group, as PyTorch calls it."""
     num_ranks: int
     """Ranks of that group."""
+    of_activations: bool = False
+    """It was called inside `moving_activations`: it is a part of forward or backward, and exchanges no weights'
+    gradients."""
 
     @property
     def sent_bytes(self) -> float:
@@ -202,7 +225,7 @@ def describe_call(func: Any, args: tuple[Any, ...]) -> CollectiveCall | None:
     if kind == "all-to-all" and name == "alltoall_base_":
         payload_bytes = _num_bytes(args[1])  # what this rank gives; it may get another amount
     group_name = group.group_name if group is not None else ""
-    return CollectiveCall(kind, payload_bytes, group_name, num_ranks)
+    return CollectiveCall(kind, payload_bytes, group_name, num_ranks, getattr(_thread, "moves_activations", False))
 
 
 def _find_group(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:

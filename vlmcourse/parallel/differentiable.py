@@ -15,20 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from vlmcourse.parallel.counting import moving_activations
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = part.new_empty((group.size(), *part.shape))
-        dist.all_gather_single(parts.flatten(0, 1), part.contiguous(), group=group)
+        with moving_activations():
+            dist.all_gather_single(parts.flatten(0, 1), part.contiguous(), group=group)
         return parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad_part = grads[0].new_empty(grads[0].shape[1:])
-        dist.reduce_scatter_single(grad_part, grads[0].contiguous().flatten(0, 1), group=ctx.group)
+        with moving_activations():
+            dist.reduce_scatter_single(grad_part, grads[0].contiguous().flatten(0, 1), group=ctx.group)
         return grad_part, None
 
 
@@ -37,14 +41,16 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        with moving_activations():
+            dist.all_to_all_single(received, parts.contiguous(), group=group)
         return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad_parts = torch.empty_like(grads[0], memory_format=torch.contiguous_format)
-        dist.all_to_all_single(grad_parts, grads[0].contiguous(), group=ctx.group)
+        with moving_activations():
+            dist.all_to_all_single(grad_parts, grads[0].contiguous(), group=ctx.group)
         return grad_parts, None
 
 
@@ -53,14 +59,16 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        with moving_activations():
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        with moving_activations():
+            dist.all_reduce(total, group=ctx.group)
         return total, None
 
 

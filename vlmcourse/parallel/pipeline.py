@@ -241,7 +241,7 @@ class Pipeline:
             # The split of backward finds weights by their way to the inputs, so inputs need gradients even where
             # nothing before them is trained.
             trained = self._trained_before[boundary] or SCHEDULES[self.schedule].splits_backward
-            dtype = torch.float32 if is_loss else stage.dtype
+            dtype = torch.promote_types(stage.dtype, torch.float32) if is_loss else stage.dtype
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
 
         inputs = step.tiles_per_microbatch.to("meta") if stage.is_first else example(stage.stage - 1)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from vlmcourse.parallel.attention_block import attend_block, attend_block_backward, merge_blocks
 from vlmcourse.parallel.chunks import chunks_of_rank, visible_meetings
+from vlmcourse.parallel.comm import at_least_fp32
 
 KV_TAG, GRADIENT_TAG = 0, 1
 """Two messages are under way between the same two ranks at once: gloo tells them apart by these."""
@@ -62,7 +63,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         rank, cp = group.rank(), group.size()
         kv = torch.stack((k_BKSE, v_BKSE))
-        out_BHSE = torch.zeros_like(q_BHSE, dtype=torch.float32, memory_format=torch.contiguous_format)
+        out_BHSE = at_least_fp32(torch.zeros_like(q_BHSE, memory_format=torch.contiguous_format))
         lse_BHS = out_BHSE.new_full(q_BHSE.shape[:-1], -math.inf)
         for step in range(cp):
             under_way = PassedOn(kv, group, KV_TAG) if step < cp - 1 else None
@@ -84,8 +85,8 @@ class _RingAttention(torch.autograd.Function):
         rank, cp = ctx.group.rank(), ctx.group.size()
         kv = torch.stack((k_BKSE, v_BKSE))
         # Contributions add up in fp32: in bf16, each rank that a gradient passes would round it once more.
-        grad_q_BHSE = torch.zeros_like(q_BHSE, dtype=torch.float32)
-        own_grad_kv, gradient_under_way = torch.zeros_like(kv, dtype=torch.float32), None
+        grad_q_BHSE = at_least_fp32(torch.zeros_like(q_BHSE))
+        own_grad_kv, gradient_under_way = at_least_fp32(torch.zeros_like(kv)), None
         for step in range(cp):
             under_way = PassedOn(kv, ctx.group, KV_TAG) if step < cp - 1 else None
             grad_kv = torch.zeros_like(own_grad_kv)

@@ -17,6 +17,7 @@ Chapter 2. Source: documentation of DistributedDataParallel.no_sync, FSDPModule 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,8 +95,9 @@ def estimate_waiting_bytes(model: nn.Module, every: bool = False) -> int:
         every: as in `gradient_sync`.
 
     Returns:
-        Bytes, in the type of the weights: whole gradients, or shards where FSDP exchanges with `every` micro-batch.
-        Parts that tensor parallelism makes stay parts.
+        Bytes, in the type of the weights: whole gradients, or shards where FSDP exchanges with `every` micro-batch;
+        those that wait for the other copies (HSDP) have rows of zeros, as many as make all shards equal. Parts that
+        tensor parallelism makes stay parts.
     """
     whole = 0
     for parameter in model.parameters():
@@ -108,7 +110,17 @@ def estimate_waiting_bytes(model: nn.Module, every: bool = False) -> int:
 
 
 def _num_shard_elements(parameter: DTensor) -> int:
-    return parameter.to_local().numel()
+    """Return the elements of what a rank keeps of a parameter's gradient after a reduce-scatter."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    names = mesh.mesh_dim_names or ()
+    axes = list(zip(names, mesh.shape, placements, strict=True))
+    if not any(name == "dp_replicate" for name, _, _ in axes):
+        return parameter.to_local().numel()
+    num_shards = math.prod(size for name, size, placement in axes if name != "tp" and not placement.is_replicate())
+    num_whole = parameter.numel() // _tp_degree(parameter)
+    is_cut_by_rows = any(name == "tp" and placement.is_shard(0) for name, _, placement in axes)
+    num_rows = parameter.shape[0] // (_tp_degree(parameter) if is_cut_by_rows else 1)
+    return -(-num_rows // num_shards) * (num_whole // num_rows)
 
 
 def _tp_degree(parameter: DTensor) -> int:
@@ -119,9 +131,14 @@ def _tp_degree(parameter: DTensor) -> int:
 
 
 def measure_waiting_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients that this rank holds now: those in `.grad`, and those that FSDP keeps whole."""
+    """Return the bytes of gradients that this rank holds now.
+
+    They are in `.grad`; where FSDP keeps them whole, apart from it; and, under HSDP, in sums over the ranks of this
+    copy alone, one for each unit, which wait for those of the other copies.
+    """
     held = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
     for group in _param_groups(model):
+        held += [group._partial_reduce_output] if group._partial_reduce_output is not None else []
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
             whole = (parameter.unsharded_accumulated_grad, unsharded.grad if unsharded is not None else None)
@@ -142,8 +159,7 @@ def _param_groups(model: nn.Module) -> list[Any]:
 def refuse_exchange(model: nn.Module, where: str) -> Iterator[None]:
     """Run a micro-batch whose gradients must stay on their rank, and refuse it if they did not.
 
-    Counting takes time, so one micro-batch of a run is enough. Under context parallelism nothing is counted: its own
-    collectives run in the same groups.
+    Counting takes time, so one micro-batch of a run is enough.
 
     Args:
         model: as in `gradient_sync`, without `every`.
@@ -172,12 +188,10 @@ def find_exchanges(model: nn.Module, calls: list[CollectiveCall]) -> list[Collec
 
     Returns:
         DDP's all-reduces, FSDP's reduce-scatters and all-reduces, and all of these of a DeepSpeed engine of ZeRO-0 or
-        1; none where the groups do not tell them from those of context parallelism, and none of an engine that keeps
-        no whole gradients (ZeRO-2 and 3): it must exchange with every micro-batch.
+        1; none of an engine that keeps no whole gradients (ZeRO-2 and 3): it must exchange with every micro-batch.
+        Context parallelism and SyncBatchNorm call some of the same kind in the same groups, for activations; these say
+        so, and are left out.
     """
-    plain = model.module if isinstance(model, DistributedDataParallel) else model
-    if getattr(getattr(plain, "language", None), "take_part", None) is not None:
-        return []
     if isinstance(model, DistributedDataParallel):
         group: Any = model.process_group
         wanted = {("all-reduce", group.group_name)}
@@ -193,4 +207,4 @@ def find_exchanges(model: nn.Module, calls: list[CollectiveCall]) -> list[Collec
             wanted |= {("reduce-scatter", info.shard_process_group.group_name)}
             copies = getattr(info, "replicate_process_group", None)
             wanted |= {("all-reduce", copies.group_name)} if copies is not None else set()
-    return [call for call in calls if (call.kind, call.group_name) in wanted]
+    return [call for call in calls if (call.kind, call.group_name) in wanted and not call.of_activations]

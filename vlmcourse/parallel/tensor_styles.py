@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from vlmcourse.parallel.comm import at_least_fp32
+
 SEQUENCE_DIM = 1
 
 
@@ -188,7 +190,7 @@ class WholeWidthNorm(ParallelStyle):
         group, eps = device_mesh.get_group(), module.eps
 
         def run(x: Tensor) -> Tensor:
-            x_IPD = x.float()
+            x_IPD = at_least_fp32(x)
             squares_IP1 = x_IPD.square().sum(dim=-1, keepdim=True)
             mean_IP1 = cast(Tensor, SumOverRanks.apply(squares_IP1, group)) / self.width
             weight_D = cast(DTensor, module.weight).to_local()

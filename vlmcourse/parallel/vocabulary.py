@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from vlmcourse.models.cache import KVCache
 from vlmcourse.models.decoder import LanguageTower, pick_positions
+from vlmcourse.parallel.comm import at_least_fp32
 from vlmcourse.parallel.tensor_styles import SequenceLayout
 
 
@@ -86,7 +87,7 @@ def vocabulary_loss_sum(
 
     Args:
         logits_BSV: [batch, seq, vocabulary], split evenly along the vocabulary over the one axis of its mesh; any float
-            type, computed in fp32.
+            type, computed in fp32 (or float64, where they are that).
         labels_BS: int64 [batch, seq], plain, equal on all ranks of the mesh.
         ignore_label: the label of positions that count nothing.
         weights_BS: fp32 [batch, seq], what each token's loss is multiplied by, equal on all ranks; None is 1.
@@ -108,7 +109,7 @@ def vocabulary_loss_sum(
     is_supervised_BS = labels_BS != ignore_label
     weights_BS = is_supervised_BS.float() if weights_BS is None else weights_BS * is_supervised_BS
     loss = _VocabularyLossSum.apply(
-        local_BSV.flatten(0, -2).float(),
+        at_least_fp32(local_BSV.flatten(0, -2)),
         labels_BS.flatten(),
         weights_BS.flatten(),
         _first_row(logits_BSV),

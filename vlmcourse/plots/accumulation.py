@@ -100,20 +100,21 @@ def plot_cuts(names: Sequence[str], activation_bytes: Sequence[float], seconds: 
 
 
 def plot_sample_weights(num_tokens: Sequence[int]) -> Figure:
-    """Draw how much of a step's loss samples of different lengths get under three weightings.
+    """Draw what share of a step's weight its samples get under three weightings; the shares of a line add up to 1.
 
     Args:
-        num_tokens: supervised tokens of the samples of one step, ascending.
+        num_tokens: supervised tokens of every sample of the step, in any order; samples of one length share a point.
     """
     figure, axes = new_figure(3.1)
     ways = {"tokens: n": 1.0, "sqrt: square root of n": 0.5, "a mean of each sample: 1": 0.0}
     colours = (COLOURS["weights"], COLOURS["communication"], COLOURS["activations"])
     for (name, power), colour, (line, marker) in zip(ways.items(), colours, LINES, strict=False):
         total = sum(n**power for n in num_tokens)
-        shares = [100 * n**power / total for n in num_tokens]
-        axes.plot(num_tokens, shares, color=colour, ls=line, marker=marker, ms=5, lw=1.5, label=name)
-    axes.set(xlabel="supervised tokens n of the sample", ylabel="share of the step's loss (%)", ylim=(0, None))
-    axes.set_title(f"What {len(num_tokens)} samples of one step weigh")
+        lengths = sorted(set(num_tokens))
+        shares = [100 * n**power / total for n in lengths]
+        axes.plot(lengths, shares, color=colour, ls=line, marker=marker, ms=5, lw=1.5, label=name)
+    axes.set(xlabel="supervised tokens n of the sample", ylabel="share of the step's weight (%)", ylim=(0, None))
+    axes.set_title(f"What one of {len(num_tokens)} samples of a step weighs")
     axes.legend(frameon=False)
     return figure
 

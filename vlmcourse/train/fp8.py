@@ -135,12 +135,15 @@ def has_real_fp8(device: torch.device) -> bool:
 def _convert_by_torchao(model: nn.Module, names: set[str]) -> None:
     """Put torchao's layers with dynamic per-tensor scales in the place of those named.
 
-    Sizes that are no multiples of 16 stay in bf16: the hardware's products need them.
+    The hardware's products need multiples of 16. Layers of other widths stay in bf16. The number of tokens, over which
+    the product for a weight's gradient adds up, is padded with zeros in each product.
+
+    Source: torchao.float8 documentation, `Float8LinearConfig` (dynamic and per tensor are its defaults).
     """
-    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
     def is_converted(module: nn.Module, name: str) -> bool:
         fits = isinstance(module, nn.Linear) and module.in_features % 16 == module.out_features % 16 == 0
         return name in names and fits
 
-    convert_to_float8_training(model, module_filter_fn=is_converted)
+    convert_to_float8_training(model, module_filter_fn=is_converted, config=Float8LinearConfig(pad_inner_dim=True))

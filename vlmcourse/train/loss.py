@@ -6,8 +6,8 @@ divided once, by the number of supervised tokens of the whole step. Chapter 2.
 
 `train.loss_weighting` may give tokens different weights; the sum is then a weighted one, and the step is divided by the
 sum of all its weights. "sqrt" weighs each token of a sample with n supervised tokens by 1 / sqrt(n): a sample counts
-as sqrt(n), between one for all samples and n. Source: Chen et al. 2024, InternVL 2.5 (arXiv:2412.05271), loss
-reweighting ("square averaging").
+as sqrt(n), between one for all samples and n. Source: InternVL's training code, `--loss_reduction square` (`len2weight`
+in internvl_chat_finetune.py); Chen et al. 2024, InternVL 2.5 (arXiv:2412.05271), loss reweighting.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vlmcourse.data.samples import IGNORE_LABEL
+from vlmcourse.parallel.comm import at_least_fp32
 from vlmcourse.parallel.vocabulary import vocabulary_loss_sum
 
 
@@ -83,8 +84,8 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor | N
     """Add up the cross-entropy of every supervised token of one micro-batch.
 
     Args:
-        logits_BSV: [batch, seq, vocabulary], any float type; computed in fp32. Under tensor parallelism a `DTensor`
-            split along the vocabulary; it is not gathered.
+        logits_BSV: [batch, seq, vocabulary], any float type; computed in fp32 (or float64, where they are that). Under
+            tensor parallelism a `DTensor` split along the vocabulary; it is not gathered.
         labels_BS: int64 [batch, seq], already shifted; `IGNORE_LABEL` positions count nothing.
         weights_BS: fp32 [batch, seq], what each token's loss is multiplied by; None is 1.
 
@@ -95,7 +96,7 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor | N
     """
     if isinstance(logits_BSV, DTensor):
         return vocabulary_loss_sum(logits_BSV, labels_BS, IGNORE_LABEL, weights_BS)
-    logits_NV, labels_N = logits_BSV.flatten(0, 1).float(), labels_BS.flatten()
+    logits_NV, labels_N = at_least_fp32(logits_BSV.flatten(0, 1)), labels_BS.flatten()
     if weights_BS is None:
         return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="sum")
     losses_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="none")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from ex04_3_answers import bias_of, by_limits
+from ex04_3_facts import bias_of
+from ex04_3_survivors import by_limits
 
 
 def search(towers, formats, max_lost, headroom, spare=0):
@@ -198,19 +199,81 @@ def most_exponent_bits(towers, formats, max_lost, headroom):
     return max(formats, key=lambda form: form[1])[0], 0
 
 
+def by_rule(towers, formats, max_lost, headroom, *, lost=None, enough=lambda share, most: share <= most,
+            order=lambda form: -form[2], least=lambda bias: 0, top=max, tried=None):  # fmt: skip
+    """The right answer, unless a rule is given: of what is lost, of the formats' order, of the powers."""
+
+    def each(counts, lowest):
+        return [share_below(c, lowest) for c in counts]
+
+    counts = list(towers.values())
+    for name, e, m in sorted(formats, key=order)[:tried]:
+        for power in range(least(bias_of(e)), bias_of(e) - headroom - top(map(max, counts)) + 1):
+            shares = (lost or each)(counts, -bias_of(e) - m - power)
+            if all(enough(share, max_lost) for share in shares):
+                return name, power
+    return None
+
+
+def negative_power(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, least=lambda bias: -60)
+
+
+def unclamped_power(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, least=lambda bias: -2 * bias)
+
+
+def first_tower_lost(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, lost=lambda counts, low: [share_below(counts[0], low)])
+
+
+def last_tower_lost(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, lost=lambda counts, low: [share_below(counts[-1], low)])
+
+
+def mean_lost(towers, formats, max_lost, headroom):
+    def mean(counts, lowest):
+        return [sum(share_below(c, lowest) for c in counts) / len(counts)]
+
+    return by_rule(towers, formats, max_lost, headroom, lost=mean)
+
+
+def exponents_lost(towers, formats, max_lost, headroom):
+    def bins(counts, lowest):
+        return [sum(e < lowest for e in c) / len(c) for c in counts]
+
+    return by_rule(towers, formats, max_lost, headroom, lost=bins)
+
+
+def less_than_max_lost(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, enough=lambda share, most: share < most)
+
+
+def fewest_mantissa_bits(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, order=lambda form: form[2])
+
+
+def one_format(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, tried=1)
+
+
+def smallest_top(towers, formats, max_lost, headroom):
+    return by_rule(towers, formats, max_lost, headroom, top=min)
+
+
 CHOICE_GUESSES = [gives_up, always_fp16, bf16_if_offered, most_exponent_bits]
 """Answers that look at no gradient."""
 CHOICE_WRONG = [
     (no_headroom, "you left no headroom"),
-    (no_top, "you did not look at the top"),
+    (no_top, "you did not look at the top|the largest gradient of all towers limits the scale"),
     (all_in_one, "you counted all towers together"),
     (without_subnormals, "subnormal numbers count as kept"),
     (largest_scale, "you took the largest scale"),
     (no_scale, "you used no scale"),
-    (most_range, "you preferred range"),
+    (most_range, "you preferred range|take the one with the most mantissa bits"),
     (first_listed, "formats come in no order"),
     (language_only, "the language tower only"),
-    (nothing_lost, "you allowed no loss at all"),
+    (nothing_lost, "you allowed less loss than the task"),
     (gives_up, "you gave up too early"),
     (cut_off_below, "part b's rule holds here too"),
     (projector_only, "the projector only"),
@@ -220,4 +283,15 @@ CHOICE_WRONG = [
     (always_fp16, "whatever the towers and the headroom are"),
     (normal_and_no_headroom, "you left no headroom"),
     (normal_and_no_headroom, "not lost below the smallest normal number"),
+    (negative_power, "power is 0 or larger: where no scale is needed, it is 0"),
+    (unclamped_power, "power is 0 or larger: where no scale is needed, it is 0"),
+    (first_tower_lost, "the vision tower only"),
+    (last_tower_lost, "the language tower only"),
+    (mean_lost, "you took the mean over the towers"),
+    (exponents_lost, "you allowed less loss than the task"),
+    (fewest_mantissa_bits, "you tried few mantissa bits first|take the one with the most mantissa bits"),
+    (one_format, "you tried one format only"),
+    (smallest_top, "the tower with the largest gradient limits|the largest gradient of all towers limits the scale"),
 ]
+"""Answers with words of the sentences about them: the mistake's own and, where other mistakes about the same rule give
+the same answers, the rule's. At least one of the sentences for the two levels is the mistake's own."""

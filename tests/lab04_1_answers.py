@@ -267,6 +267,39 @@ def single_layers_without_live(inputs, inside, costs, limit):
     return min(best.values())[1] if best else []
 
 
+def least_by(alive, price=sum, spare=0):
+    """The least cost, where `alive` counts what is there of a segment that runs backward and `price` what it costs."""
+
+    def plan(inputs, inside, costs, limit):
+        check_possible(inputs, inside, costs, limit)
+        n = len(costs)
+        best = [{} for _ in range(n + 1)]
+        best[0][0] = (0, [])
+        for start, end in sorted(itertools.combinations(range(n + 1), 2)):
+            a, b = inputs[start:end], inside[start:end]
+            ways = [(a[0], price(costs[start:end]), [(start, end)])]
+            ways += [(a[0] + b[0], 0, [])] if end == start + 1 else []
+            room = limit - alive(a, b) - spare
+            for kept, (spent, segments) in best[start].items():
+                for keeps, more, segment in ways if kept <= room else []:
+                    if spent + more < best[end].get(kept + keeps, (math.inf,))[0]:
+                        best[end][kept + keeps] = (spent + more, [*segments, *segment])
+        if not best[n]:
+            raise ValueError("nothing fits")
+        return min(best[n].values())[1]
+
+    return plan
+
+
+all_of_it = least_by(lambda a, b: sum(a) + sum(b))
+largest_alone = least_by(lambda a, b: a[0] + max(b))
+largest_and_its_input = least_by(lambda a, b: max(map(sum, zip(a, b, strict=True))))
+largest_and_first_input = least_by(lambda a, b: a[0] + max(map(sum, zip(a, b, strict=True))))
+without_inner_inputs = least_by(lambda a, b: a[0] + sum(b))
+less_than_the_limit = least_by(lambda a, b: sum(a) + sum(b), spare=1)
+dearest_layer = least_by(lambda a, b: sum(a) + sum(b), price=max)
+
+
 def never_refuses(inputs, inside, costs, limit):
     try:
         return fronts_in_dictionaries(inputs, inside, costs, limit)
@@ -317,6 +350,12 @@ WRONG_PLANS = {
     "first ones": (first_ones, "from the first one on", (0, 4)),
     "single layers": (single_layers_only, "your segments have one layer each", (1, 5.5)),
     "single layers, no live unit": (single_layers_without_live, "leave out the segment that backward makes", (0, 4)),
+    "largest alone": (largest_alone, "only the largest layer of a segment", (0, 3)),
+    "largest and its input": (largest_and_its_input, "only the largest layer of a segment", (0, 3)),
+    "largest and first input": (largest_and_first_input, "only the largest layer of a segment", (0, 3)),
+    "without inner inputs": (without_inner_inputs, "leave out the inputs of a segment's inner layers", (0, 4)),
+    "less than the limit": (less_than_the_limit, "you allow less than `limit`", (1, 5)),
+    "dearest layer": (dearest_layer, "the dearest layer of a segment for its cost", (1, 5)),
     "never refuses": (never_refuses, "no plan fits; raise a ValueError", (4, 5.9)),
     "ends included": (ends_included, "is no segment of", (0, 4)),
     "only starts": (only_starts, "return a list of pairs", (0, 3)),

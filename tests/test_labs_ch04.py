@@ -55,7 +55,7 @@ def test_policies_tell_forward_s_share_and_the_spread_of_their_repeats() -> None
 
 def test_prediction_of_a_layer_can_be_worked_out_from_the_text() -> None:
     """The rule of section 3, with the numbers that it gives, is the formula for `tiny` on a CPU."""
-    text, tiny = " ".join(read_cell("s3").split()), get_model("tiny").language
+    text, tiny = " ".join((read_cell("s3") + read_cell("s3_predict_text")).split()), get_model("tiny").language
     numbers = re.search(r"D = (\d+), F = (\d+), (\d+) heads of queries, (\d+) of keys and of values", text)
     assert numbers, "the text gives widths and heads"
     width, hidden, heads, kv_heads = map(int, numbers.groups())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,7 +166,8 @@ LANGUAGE = {
     "biases, no groups": dataclasses.replace(TINY.language, num_kv_heads=4, qkv_bias=True),
     "other sizes": dataclasses.replace(TINY.language, hidden_size=60, num_heads=6, num_kv_heads=3, mlp_size=77),
 }
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16 autocast": torch.float32}
+"""Of weights and of what enters."""
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -174,9 +177,12 @@ def test_vision_layer_keeps_what_the_formula_says(name: str, dtype: str, num_til
     shape, kind = VISION[name], TYPES[dtype]
     block = fill(VisionBlock(shape), kind)
     x = torch.randn(num_tiles, num_positions, shape.hidden_size, dtype=kind, requires_grad=True) * 1
-    with ActivationMeter() as meter:
+    auto = dtype == "bf16 autocast"
+    with ActivationMeter() as meter, torch.autocast("cpu", torch.bfloat16, enabled=auto):
         kept = block(x)
-    assert meter.live_bytes == sum(count_vision_layer_bytes(shape, num_tiles, num_positions, kind.itemsize).values())
+    element_bytes = 2 if auto else kind.itemsize
+    counted = count_vision_layer_bytes(shape, num_tiles, num_positions, element_bytes, autocast=auto)
+    assert meter.live_bytes == sum(counted.values())
     kept.sum().backward()
     assert meter.live_bytes == 0
 
@@ -189,13 +195,41 @@ def test_decoder_layer_keeps_what_the_formula_says(name: str, dtype: str, batch_
     block = fill(LanguageBlock(shape), kind)
     x = torch.randn(batch_size, seq_len, shape.hidden_size, dtype=kind, requires_grad=True) * 1
     cos, sin = rope_tables(torch.arange(seq_len)[None], shape.hidden_size // shape.num_heads, 1e4)
-    with ActivationMeter() as meter:
+    auto = dtype == "bf16 autocast"
+    with ActivationMeter() as meter, torch.autocast("cpu", torch.bfloat16, enabled=auto):
         kept = block(x, cos, sin)
-    tables = cos.nbytes + sin.nbytes if kind is torch.float32 else 0  # one pair for all blocks
-    counted = count_language_layer_bytes(shape, batch_size, seq_len, kind.itemsize)
+    tables = cos.nbytes + sin.nbytes if dtype == "fp32" else 0  # one pair for all blocks
+    counted = count_language_layer_bytes(shape, batch_size, seq_len, 2 if auto else kind.itemsize, autocast=auto)
     assert meter.live_bytes - tables == sum(counted.values())
     kept.sum().backward()
     assert meter.live_bytes == 0
+
+
+def test_blocks_of_a_model_under_autocast_keep_what_the_formula_says(parts) -> None:
+    """The stream of a whole model is fp32 under autocast: the formula holds for its blocks, not for a single one."""
+    model, _, ids, tiles = parts
+    found: dict[str, int] = {}
+    with ActivationMeter() as meter, torch.autocast("cpu", torch.bfloat16), contextlib.ExitStack() as hooks:
+        for name, tower in (("vision", model.vision), ("language", model.language)):
+            cover_blocks(tower, [])
+
+            def note(*_: object, name: str = name, sign: int = 1) -> None:
+                found[name] = found.get(name, 0) + sign * meter.live_bytes
+
+            hooks.callback(tower.blocks[1].register_forward_pre_hook(functools.partial(note, sign=-1)).remove)
+            hooks.callback(tower.blocks[1].register_forward_hook(note).remove)
+        model(ids, tiles)
+    assert found["vision"] == sum(count_vision_layer_bytes(TINY.vision, 4, 17, 2, autocast=True).values())
+    assert found["language"] == sum(count_language_layer_bytes(TINY.language, 4, 40, 2, autocast=True).values())
+
+
+@pytest.mark.parametrize(("element_bytes", "fused_norms"), [(4, False), (2, True)])
+def test_autocast_is_counted_in_16_bits_on_a_cpu_only(element_bytes: int, fused_norms: bool) -> None:
+    sentence = f"element_bytes = {element_bytes}, fused_norms = {fused_norms}: .* set element_bytes = 2"
+    with pytest.raises(ValueError, match=sentence):
+        count_vision_layer_bytes(TINY.vision, 1, 5, element_bytes, fused_norms=fused_norms, autocast=True)
+    with pytest.raises(ValueError, match=sentence):
+        count_language_layer_bytes(TINY.language, 1, 5, element_bytes, fused_norms=fused_norms, autocast=True)
 
 
 def fill(block: nn.Module, kind: torch.dtype) -> nn.Module:

@@ -59,7 +59,22 @@ def test_bars_of_exponents_are_shares_of_their_tower() -> None:
     vision, language, _ = FIGURES["exponents"]().axes
     heights = [bar.get_height() for bar in vision.patches], [bar.get_height() for bar in language.patches]  # type: ignore[attr-defined]
     assert heights == ([10, 30, 60], [50, 50])
-    assert [numbers(line.get_xdata())[0] for line in vision.lines] == [-24.5]  # bf16 loses none of these
+    assert [numbers(line.get_xdata())[0] for line in vision.lines] == [-25]  # half of 2^-24; bf16 loses none of these
+
+
+@pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn"])
+def test_the_bars_left_of_a_dashed_line_are_what_the_format_loses(name: str) -> None:
+    form, found = FORMATS[name], Exponents({e: 2 for e in range(-30, 0)})
+    histogram, bands = plots.plot_exponents({"vision": found}, [form]).axes
+    (line,) = (numbers(line.get_xdata())[0] for line in histogram.lines)
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width(), bar.get_height()) for bar in histogram.patches]  # type: ignore[attr-defined]
+    assert [left for left, *_ in bars] == list(found.counts)
+    assert not any(left < line < right for left, right, _ in bars)
+    lost = sum(height for _, right, height in bars if right <= line)
+    assert lost == pytest.approx(100 * found.fates(form)["zero"])
+    low = math.log2(form.smallest_subnormal)
+    assert (bands.patches[0].get_x(), line) == (low, low - 1)  # type: ignore[attr-defined]
+    assert bands.patches[1].get_x() + bands.patches[1].get_width() == pytest.approx(math.log2(form.max))  # type: ignore[attr-defined]
 
 
 def test_labels_of_formats_do_not_cover_each_other_or_the_title() -> None:

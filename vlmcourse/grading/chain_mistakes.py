@@ -1,6 +1,7 @@
-"""What is wrong with plans of recomputation: symptoms in the answers, and rules of thumb that give the same answers.
+"""What is wrong with plans of recomputation: rules of thumb and wrong counts that give the same answers, symptoms.
 
-Enters: cases and the segments answered. Leaves: a sentence that goes on from "It looks as if", or "".
+Enters: cases, the segments answered, cases that were refused. Leaves: a sentence that goes on from "It looks as if", or
+"".
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from vlmcourse.grading.chain_cases import LARGEST_ALONE, SEGMENT_LEFT_OUT, WITHOUT_INNER_INPUTS
 from vlmcourse.grading.chains import (
     ChainCase,
+    Counting,
     Segments,
     best_segments,
     cost,
+    is_best_by,
     kept_bytes,
+    least_cost,
     lowest_limit,
     peak_bytes,
 )
@@ -38,10 +43,10 @@ def _is_sqrt(case: ChainCase, segments: Segments) -> bool:
 
 
 def _ends_needlessly(case: ChainCase, segments: Segments) -> bool:
-    """Whether the last segment could be left out at the same peak."""
+    """Whether a plan keeps the limit, and still would without its last segment."""
     if not segments or segments[-1][1] != case.num_layers:
         return False
-    return peak_bytes(case, segments[:-1]) <= max(case.limit, peak_bytes(case, segments))
+    return max(peak_bytes(case, segments[:-1]), peak_bytes(case, segments)) <= case.limit
 
 
 def _would_fit_without(case: ChainCase, segments: Segments, part: str) -> bool:
@@ -70,7 +75,10 @@ def _are_single(case: ChainCase, segments: Segments) -> bool:
     return all(end - start == 1 for start, end in segments) and any(end - start > 1 for start, end in best)
 
 
-LIVE = "you count what is kept when forward ends and leave out the segment that backward makes again"
+LIVE = (
+    "you leave out the segment that backward makes again, or a part of it: while it runs backward, the inputs and "
+    "insides of all its layers are alive"
+)
 Symptom = tuple[str, Callable[[ChainCase, Segments], bool]]
 SYMPTOMS: tuple[Symptom, ...] = (
     (
@@ -180,18 +188,78 @@ RULES: tuple[tuple[str, Callable[[ChainCase], Segments]], ...] = (
 )
 
 
-def explain_plans(answers: Sequence[Answer], wrong: Sequence[Answer]) -> str:
+# --- Wrong counts ---------------------------------------------------------------------------------------------------
+
+
+def _dearest(case: ChainCase, start: int, end: int) -> int:
+    return max(case.costs[start:end])
+
+
+def _largest_with_its_input(case: ChainCase, start: int, end: int) -> int:
+    return max(case.sizes[start:end])
+
+
+def _largest_besides_the_input(case: ChainCase, start: int, end: int) -> int:
+    return case.inputs[start] + max(case.sizes[start:end])
+
+
+_OF_LARGEST = (
+    "you count only the largest layer of a segment that runs again: backward needs what all its layers keep at once"
+)
+COUNTS: tuple[tuple[str, Counting], ...] = (
+    (
+        "you allow less than `limit`: a plan fits whose highest sum is exactly the limit",
+        Counting(spare=1),
+    ),
+    (
+        "you take the dearest layer of a segment for its cost: all of its layers run again, so their costs add up",
+        Counting(price=_dearest),
+    ),
+    (
+        "you leave out the inputs of a segment's inner layers: forward dropped them, and the second forward makes them "
+        "again, so in backward they are alive",
+        WITHOUT_INNER_INPUTS,
+    ),
+    (_OF_LARGEST, LARGEST_ALONE),
+    (_OF_LARGEST, Counting(alive=_largest_with_its_input)),
+    (_OF_LARGEST, Counting(alive=_largest_besides_the_input, stays=_largest_besides_the_input)),
+    (
+        "you count what is kept when forward ends and leave out the segment that backward makes again",
+        SEGMENT_LEFT_OUT,
+    ),
+)
+"""By each, all plans answered must keep the limit at the least cost, and no plan must fit what was refused."""
+
+
+def _explain_counts(answers: Sequence[Answer], refused: Sequence[ChainCase]) -> str:
+    """Return the sentence of the wrong count that gives these answers; where several do, what they have in common."""
+    found = {
+        sentence
+        for sentence, counting in COUNTS
+        if all(math.isinf(least_cost(case, counting)) for case in refused)
+        and all(is_best_by(case, segments, counting) for case, segments in answers)
+    }
+    if len(found) > 1:
+        return LIVE if found <= {sentence for sentence, _ in COUNTS[2:]} else ""
+    return found.pop() if found else ""
+
+
+def explain_plans(answers: Sequence[Answer], wrong: Sequence[Answer], refused: Sequence[ChainCase] = ()) -> str:
     """Return what the wrong answers have in common, or "".
 
     Args:
         answers: all that were plans, right ones too.
         wrong: those of them that were not the best.
+        refused: cases that some plan fits, answered with a ValueError.
     """
-    if not wrong:
+    if not wrong and not refused:
         return ""
     for sentence, rule in RULES:
-        if all(_signature(case, rule(case)) == _signature(case, segments) for case, segments in answers):
+        if answers and all(_signature(case, rule(case)) == _signature(case, segments) for case, segments in answers):
             return sentence
+    sentence = _explain_counts(answers, refused)
+    if sentence or not wrong:
+        return sentence
     for sentence, holds in SYMPTOMS:
         if all(holds(case, segments) for case, segments in wrong):
             return sentence

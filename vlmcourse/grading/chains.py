@@ -1,23 +1,19 @@
-"""Chains of unequal layers and a bound on memory: the cases of lab 4.1, their exact optimum, and the memory of a plan.
+"""Chains of unequal layers and a bound on memory, for lab 4.1: the memory of a plan, and the exact optimum.
 
-Enters: a group's name, a seed, a number of cases; or a case and segments. Leaves: cases that are the same on every
-machine, and numbers. All sizes and costs are whole, so that sums are exact.
+Enters: a case and segments, or a way to count. Leaves: numbers. All sizes and costs are whole, so that sums are exact.
+The cases of the lab are in `chain_cases`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 Segments = list[tuple[int, int]]
 """Layers start .. end - 1 of each segment that is recomputed, in order."""
-GROUPS = ("small", "large")
-MAX_DRAWS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,119 +152,53 @@ def credit(case: ChainCase, segments: Segments) -> float:
     return 0.5 * max(0.0, 1 - (spent - least) / least) if least else 0.0
 
 
-# --- Cases ----------------------------------------------------------------------------------------------------------
+# --- Other ways to count --------------------------------------------------------------------------------------------
+
+
+def _sum_sizes(case: ChainCase, start: int, end: int) -> int:
+    return sum(case.sizes[start:end])
+
+
+def _sum_costs(case: ChainCase, start: int, end: int) -> int:
+    return sum(case.costs[start:end])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """A way to count what a plan holds and costs; the defaults are right, a mistake is another way."""
+
+    alive: Callable[[ChainCase, int, int], int] = _sum_sizes
+    """Bytes of a segment start .. end - 1 while it runs backward, besides what the units before it keep."""
+    stays: Callable[[ChainCase, int, int], int] = _sum_sizes
+    """The same of a layer that stays, `end` being the next one."""
+    price: Callable[[ChainCase, int, int], int] = _sum_costs
+    """Cost of running a segment again."""
+    spare: int = 0
+    """Bytes below the limit that must stay free."""
 
 
 @functools.cache
-def make_chains(group: str, seed: int, num_cases: int) -> tuple[ChainCase, ...]:
-    """Return the cases of a group; every case but the borders is one where common mistakes do not find the best.
-
-    Raises:
-        ValueError: for an unknown group.
-    """
-    if group not in GROUPS:
-        raise ValueError(f"group = {group!r}: choose one of {', '.join(GROUPS)}")
-    rng = random.Random(f"chains:{group}:{seed}")
-    makers = SMALL if group == "small" else LARGE
-    return tuple(_draw(makers[i % len(makers)], rng) for i in range(num_cases))
-
-
-def _draw(maker: Callable[[random.Random], ChainCase], rng: random.Random) -> ChainCase:
-    """Draw until the best plan is neither everything, nor single layers, nor what fewest layers would give."""
-    case = maker(rng)
-    for _ in range(0 if maker in BORDERS else MAX_DRAWS):
-        if _is_telling(case):
-            break
-        case = maker(rng)
-    return case
+def least_cost(case: ChainCase, counting: Counting) -> float:
+    """Return the least cost of a plan within the limit, both as a way of counting has them; infinite without one."""
+    n, limit = case.num_layers, case.limit - counting.spare
+    fronts: list[list[tuple[int, int]]] = [[(0, 0)], *([] for _ in range(n))]
+    for start, (size, kept_of_segment) in enumerate(zip(case.sizes, case.inputs, strict=True)):
+        units = [(start + 1, counting.stays(case, start, start + 1), size, 0)]
+        for end in range(start + 1, n + 1):
+            units.append((end, counting.alive(case, start, end), kept_of_segment, counting.price(case, start, end)))
+        fronts[start] = _prune(fronts[start])
+        for kept, spent in fronts[start]:
+            for end, alive, keeps, more in units:
+                if kept + alive <= limit:
+                    fronts[end].append((kept + keeps, spent + more))
+    return min((spent for _, spent in fronts[n]), default=math.inf)
 
 
-def _is_telling(case: ChainCase) -> bool:
-    best = best_segments(case)
-    if not best:
-        return False
-    covered = sum(end - start for start, end in best)
-    fewest = best_segments(dataclasses.replace(case, costs=(1,) * case.num_layers))
-    return (
-        covered < case.num_layers - 1
-        and any(end - start > 1 for start, end in best)
-        and fewest is not None
-        and cost(case, list(fewest)) > cost(case, list(best))
-    )
-
-
-def _bounded(rng: random.Random, inputs: list[int], inside: list[int], costs: list[int], what: str = "") -> ChainCase:
-    """Return a case whose limit lies between the lowest possible and that without recomputation."""
-    free = ChainCase(inputs=tuple(inputs), inside=tuple(inside), costs=tuple(costs), limit=10**9, what=what)
-    low, high = lowest_limit(free), sum(free.sizes)
-    return dataclasses.replace(free, limit=low + round((high - low) * rng.uniform(0.12, 0.5)))
-
-
-def uneven(rng: random.Random) -> ChainCase:
-    """Any whole numbers."""
-    n = rng.randrange(6, 9)
-    return _bounded(
-        rng,
-        [rng.randrange(1, 7) for _ in range(n)],
-        [rng.randrange(2, 25) for _ in range(n)],
-        [rng.randrange(1, 13) for _ in range(n)],
-    )
-
-
-def narrowing(rng: random.Random) -> ChainCase:
-    """Large and cheap layers first, as in a vision tower; small and dear ones after."""
-    n = rng.randrange(7, 9)
-    return _bounded(
-        rng,
-        [max(1, 9 - i + rng.randrange(-1, 2)) for i in range(n)],
-        [max(2, 24 - 3 * i + rng.randrange(-2, 3)) for i in range(n)],
-        [2 + i + rng.randrange(0, 4) for i in range(n)],
-        "large layers first",
-    )
-
-
-def enough(rng: random.Random) -> ChainCase:
-    """Room for everything."""
-    case = uneven(rng)
-    return dataclasses.replace(case, limit=sum(case.sizes) + rng.randrange(0, 3), what="room for everything")
-
-
-def tightest(rng: random.Random) -> ChainCase:
-    """The lowest limit that can be kept."""
-    case = uneven(rng)
-    return dataclasses.replace(case, limit=lowest_limit(case), what="the lowest limit possible")
-
-
-def single(rng: random.Random) -> ChainCase:
-    """One layer, which nothing makes smaller."""
-    size = rng.randrange(3, 9)
-    return ChainCase(inputs=(2,), inside=(size,), costs=(3,), limit=2 + size, what="one layer")
-
-
-def two_towers(rng: random.Random) -> ChainCase:
-    """Many vision layers with large tensors, then decoder layers of another size and cost, and a wide output."""
-    vision, language = rng.randrange(9, 13), rng.randrange(10, 15)
-    a, b = rng.randrange(8, 12), rng.randrange(4, 7)
-    inputs = [a] * vision + [b] * language
-    inside = [a * 4 + rng.randrange(0, 3) for _ in range(vision)] + [
-        b * 7 + rng.randrange(0, 4) for _ in range(language)
-    ]
-    costs = [rng.randrange(3, 6) for _ in range(vision)] + [rng.randrange(5, 9) for _ in range(language)]
-    return _bounded(rng, inputs, inside, costs, "two towers")
-
-
-def long_noise(rng: random.Random) -> ChainCase:
-    """A long chain of any layers."""
-    n = rng.randrange(22, 30)
-    return _bounded(
-        rng,
-        [rng.randrange(2, 12) for _ in range(n)],
-        [rng.randrange(4, 50) for _ in range(n)],
-        [rng.randrange(1, 20) for _ in range(n)],
-        "a long chain",
-    )
-
-
-BORDERS = (enough, tightest, single)
-SMALL = (uneven, narrowing, enough, uneven, tightest, narrowing, uneven, single, uneven, narrowing)
-LARGE = (two_towers, long_noise)
+def is_best_by(case: ChainCase, segments: Segments, counting: Counting) -> bool:
+    """Tell whether a plan keeps the limit at the least cost, both as a way of counting has them."""
+    kept = spent = highest = 0
+    for start, end, again in find_units(case, segments):
+        highest = max(highest, kept + (counting.alive if again else counting.stays)(case, start, end))
+        kept += case.inputs[start] if again else case.sizes[start]
+        spent += counting.price(case, start, end) if again else 0
+    return highest + counting.spare <= case.limit and spent == least_cost(case, counting)

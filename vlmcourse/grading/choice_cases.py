@@ -81,6 +81,24 @@ def lost(counts: Mapping[int, int], lowest: int) -> float:
     return sum(number for exponent, number in counts.items() if exponent < lowest) / sum(counts.values())
 
 
+def _all_lose(towers: Sequence[Mapping[int, int]], lowest: int, allowed: float) -> bool:
+    return all(lost(counts, lowest) <= allowed for counts in towers)
+
+
+Enough = Callable[[Sequence[Mapping[int, int]], int, float], bool]
+"""Whether towers keep enough, if what is below an exponent is lost and a fraction may be."""
+LOST_BY: Mapping[str, Enough] = {
+    "each": _all_lose,
+    "together": lambda towers, lowest, allowed: lost(_merge(towers), lowest) <= allowed,
+    "mean": lambda towers, lowest, allowed: sum(lost(t, lowest) for t in towers) / len(towers) <= allowed,
+    "first": lambda towers, lowest, allowed: _all_lose(towers[:1], lowest, allowed),
+    "last": lambda towers, lowest, allowed: _all_lose(towers[-1:], lowest, allowed),
+    "nothing": lambda towers, lowest, allowed: _all_lose(towers, lowest, 0.0),
+    "less": lambda towers, lowest, allowed: all(lost(t, lowest) < allowed for t in towers),
+}
+"""The right rule, "each", and those of mistakes."""
+
+
 def _most_digits(form: tuple[str, int, int]) -> int:
     return -form[2]
 
@@ -89,14 +107,14 @@ def choose(
     case: Choice,
     *,
     order: Callable[[tuple[str, int, int]], Any] = _most_digits,
+    first_only: bool = False,
     headroom: bool = True,
-    overflow: bool = True,
-    together: bool = False,
+    top: str = "largest",
+    lost_by: str = "each",
     normal: bool = False,
     rounded: bool = True,
     largest: bool = False,
     powers: bool = True,
-    max_lost: float | None = None,
     only: str = "",
     off: int = 0,
 ) -> Answer:
@@ -105,36 +123,35 @@ def choose(
     Args:
         case: the towers and formats.
         order: the formats are tried in the order of this key.
+        first_only: try no second format.
         headroom: whether it is left free.
-        overflow: whether the largest gradient is looked at.
-        together: count the gradients of all towers as one.
+        top: which tower's largest gradient must fit: the "largest", the "smallest", or "none".
+        lost_by: how much may be lost, a key of `LOST_BY`.
         normal: count subnormal numbers as lost.
         rounded: more than half of the smallest number is kept, as it is rounded up (not with `normal`).
         largest: take the largest power that works.
         powers: try more than power 0.
-        max_lost: instead of the case's.
         only: the one tower that is looked at.
         off: exponents too many at the top.
     """
-    allowed = case.max_lost if max_lost is None else max_lost
     towers = [counts for name, counts in case.towers.items() if not only or name == only]
-    top = max(max(counts) for counts in towers)
-    for name, exponent_bits, mantissa_bits in sorted(case.formats, key=order):
+    highest = (min if top == "smallest" else max)(max(counts) for counts in towers)
+    for name, exponent_bits, mantissa_bits in sorted(case.formats, key=order)[: 1 if first_only else None]:
         form = spec(exponent_bits, mantissa_bits)
-        room = form.max_exponent + off - case.headroom * headroom - top
+        room = form.max_exponent + off - case.headroom * headroom - highest
         lowest = form.min_exponent - (0 if normal else mantissa_bits + rounded)
-        last = (room if overflow else MOST_POWERS) if powers else min(room, 0)
-        counted = [_merge(towers)] if together else towers
+        last = (MOST_POWERS if top == "none" else room) if powers else min(room, 0)
+        works = functools.partial(_works, towers, lowest, LOST_BY[lost_by], case.max_lost)
         # A larger power loses less: where the last one loses too much, all do; the first that works is bisected.
-        if last < 0 or _most_lost(counted, lowest - last) > allowed:
-            continue
-        tried = range(last if largest else 0, last + 1)
-        return name, tried[bisect.bisect_left(tried, True, key=lambda p: _most_lost(counted, lowest - p) <= allowed)]
+        if last >= 0 and works(last):
+            tried = range(last if largest else 0, last + 1)
+            return name, tried[bisect.bisect_left(tried, True, key=works)]
     return None
 
 
-def _most_lost(towers: Sequence[Mapping[int, int]], lowest: int) -> float:
-    return max(lost(counts, lowest) for counts in towers)
+def _works(towers: Sequence[Mapping[int, int]], lowest: int, enough: Enough, max_lost: float, power: int) -> bool:
+    """Tell whether towers keep enough under a power, if gradients below the exponent `lowest` are lost."""
+    return enough(towers, lowest - power, max_lost)
 
 
 def _merge(towers: Sequence[Mapping[int, int]]) -> dict[int, int]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from vlmcourse.grading.checks import Outcome, award, call, explain_signature, show_first
 from vlmcourse.grading.choice_cases import GROUPS, Choice, make_choices
-from vlmcourse.grading.choice_feedback import explain_choices
+from vlmcourse.grading.choice_feedback import broken_rule, explain_choices
+from vlmcourse.grading.fact_feedback import BIASED, FACT_MISTAKES, explain, explain_bias
 from vlmcourse.grading.format_cases import FACTS, Gradients, facts_of, make_formats, make_gradients
-from vlmcourse.grading.format_feedback import FACT_MISTAKES, explain, explain_fates
+from vlmcourse.grading.format_feedback import explain_fates
 from vlmcourse.planner.formats import FloatFormat
 
 TOLERANCE = 1e-5
@@ -51,18 +52,21 @@ def check_facts(function: Any, points: float, seed: int, num_cases: int = 8) -> 
             print(unsolved if outcome.unsolved else f"{_describe(form)}: {problem}")
             return 0.0
         answers.append((form, outcome.value))
-    num_right = sum(_judge_fact(name, answers) for name in FACTS)
+    bias = explain_bias(answers, _close)
+    if bias:
+        print(bias)
+    num_right = sum(_judge_fact(name, answers, explained=bool(bias) and name in BIASED) for name in FACTS)
     print(f"{num_right} of {len(FACTS)} facts right for all of {len(answers)} formats")
     return award(points, num_right, len(FACTS))
 
 
-def _judge_fact(name: str, answers: Sequence[tuple[FloatFormat, Mapping[str, Any]]]) -> bool:
-    """Tell whether one fact is right for every format; say what is wrong."""
+def _judge_fact(name: str, answers: Sequence[tuple[FloatFormat, Mapping[str, Any]]], explained: bool) -> bool:
+    """Tell whether one fact is right for every format; say what is wrong, and why if that is not explained yet."""
     wrong = [(form, given.get(name)) for form, given in answers if not _close(given.get(name), facts_of(form)[name])]
     if not wrong:
         return True
     form, got = wrong[0]
-    why = explain(wrong, FACT_MISTAKES[name], _close)
+    why = "" if explained else explain(wrong, FACT_MISTAKES[name], _close)
     shown = "missing" if got is None else f"{_number(got):.6g}" if _number(got) is not None else repr(got)[:40]
     print(f"{name} of {_describe(form)} is not {shown}" + (f": {why}" if why else ""))
     return False
@@ -199,7 +203,10 @@ def _choice_problem(case: Choice, outcome: Outcome) -> str:
     answer = _read_choice(outcome)
     if isinstance(answer, str):
         return answer
-    return "" if answer == case.answer() else f"not {answer}"
+    if answer == case.answer():
+        return ""
+    reason = broken_rule(case, answer)
+    return f"not {answer}" + (f": {reason}" if reason else "")
 
 
 def _read_choice(outcome: Outcome) -> tuple[str, int] | None | str:

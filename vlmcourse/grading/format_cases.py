@@ -83,7 +83,8 @@ def _edge_numbers(form: FloatFormat, draw: random.Random) -> list[float]:
     step, top = form.smallest_subnormal, form.step_at(form.max)
     below = form.smallest_normal - step
     found = [step * draw.uniform(0.55, 0.95), step * draw.uniform(0.1, 0.45), step * 0.5, step]
-    found += [form.smallest_normal, below, below + step * draw.uniform(0.6, 0.9)]
+    found += [form.smallest_normal, below, below + step * 0.5]
+    found += [below + step * draw.uniform(0.1, 0.4), below + step * draw.uniform(0.6, 0.9)]
     found += [form.max, form.max + top * draw.uniform(0.1, 0.4), form.max + top * 0.5, form.max + top]
     draw.shuffle(found)
     return found

@@ -1,123 +1,17 @@
-"""Exercise 4.3's misconceptions in parts a and b: each is a function that gives the answer of the mistake.
+"""Exercise 4.3's misconceptions in part b: each is a function that gives the answer of the mistake.
 
-Enters: answers with their cases. Leaves: the sentence of the first mistake that gives all of them; in part b one for
-each part of a format's range in which the answers are wrong. Part c: `choice_feedback.py`.
+Enters: answers with their cases. Leaves: one sentence, or one for each part of a format's range in which the answers
+are wrong. Part a: `fact_feedback.py`; part c: `choice_feedback.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vlmcourse.grading.format_cases import Gradients, spec
 from vlmcourse.planner.formats import FloatFormat
-
-Mistake = tuple[str, Callable[[Any], Any]]
-"""What to say, and the answer that the mistake gives to a case."""
-
-
-def explain(wrong: Sequence[tuple[Any, Any]], mistakes: Iterable[Mistake], same: Callable[[Any, Any], bool]) -> str:
-    """Return the sentence of the first mistake that gives every one of the wrong answers; "" if none does.
-
-    Args:
-        wrong: pairs of a case and the learner's answer.
-        mistakes: in the order in which they are tried.
-        same: whether two answers are one.
-    """
-    for sentence, answer in mistakes:
-        if wrong and all(same(_try(answer, case), got) for case, got in wrong):
-            return sentence
-    return ""
-
-
-def _try(answer: Callable[[Any], Any], case: Any) -> Any:
-    try:
-        return answer(case)
-    except (ArithmeticError, ValueError):
-        return None
-
-
-def _with_bias(form: FloatFormat, bias: int) -> float:
-    """Return the largest number that another bias would give."""
-    return (2 - form.epsilon) * 2.0 ** (2**form.exponent_bits - 2 - bias)
-
-
-FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
-    "max": (
-        (
-            "without infinities the highest exponent holds numbers too: has_infinity=False was ignored",
-            lambda f: spec(f.exponent_bits, f.mantissa_bits).max,
-        ),
-        (
-            "without infinities one pattern is still kept, all ones, for NaN: the largest number is one step below it",
-            lambda f: (2 - f.epsilon) * 2.0**f.max_exponent,
-        ),
-        (
-            "the highest stored exponent is kept for infinities and NaN: the largest number has the one below it",
-            lambda f: (2 - f.epsilon) * 2.0 ** (2**f.exponent_bits - 1 - f.bias),
-        ),
-        (
-            "a power of two is too much: the mantissa ends one step below 2, so max = (2 - 2^-m) x 2^exponent",
-            lambda f: 2.0 ** (f.max_exponent + 1),
-        ),
-        ("you left the mantissa out: with all its bits set it is nearly 2, not 1", lambda f: 2.0**f.max_exponent),
-        ("the bias is 2^(e-1) - 1, not 2^(e-1)", lambda f: _with_bias(f, f.bias + 1)),
-        (
-            "(2 - 2^-m): you subtracted another step than the last bit of the mantissa",
-            lambda f: (2 - f.epsilon / 2) * 2.0**f.max_exponent,
-        ),
-    ),
-    "smallest_normal": (
-        (
-            "stored exponent 0 is kept for subnormal numbers: the smallest normal one has stored exponent 1",
-            lambda f: f.smallest_normal / 2,
-        ),
-        ("this is the smallest subnormal number: a normal one has the leading 1", lambda f: f.smallest_subnormal),
-        ("the bias is 2^(e-1) - 1: you are off by a factor of 2", lambda f: f.smallest_normal * 2),
-    ),
-    "smallest_subnormal": (
-        (
-            "this is the smallest normal number: subnormal ones go on below it, down to one step of the mantissa",
-            lambda f: f.smallest_normal,
-        ),
-        (
-            "subnormal numbers have the exponent of the smallest normal one, 1 - bias, not one less",
-            lambda f: f.smallest_subnormal / 2,
-        ),
-        (
-            "one step is the last bit of the mantissa, 2^-m: you are off by a factor of 2",
-            lambda f: f.smallest_subnormal * 2,
-        ),
-        ("half of the smallest number is a rounding limit and no number", lambda f: f.smallest_subnormal / 2),
-    ),
-    "epsilon": (
-        (
-            "this is half a step, the largest rounding error: epsilon is from 1 to the next number, 2^-m",
-            lambda f: f.epsilon / 2,
-        ),
-        ("epsilon is 2^-m: the leading 1 is not among the stored bits", lambda f: f.epsilon * 2),
-        ("this is a step at the smallest numbers: epsilon is the step at 1", lambda f: f.smallest_subnormal),
-    ),
-    "decimal_digits": (
-        (
-            "the leading 1 is a digit too: m + 1 significant bits (F8: 11 bits of fp16 are 3.3 digits)",
-            lambda f: f.mantissa_bits * math.log10(2),
-        ),
-        ("do not round down: 11 bits are 3.311 digits", lambda f: math.floor(f.decimal_digits)),
-        ("do not round: 11 bits are 3.311 digits", lambda f: round(f.decimal_digits)),
-        ("do not round to one decimal: 11 bits are 3.311 digits", lambda f: round(f.decimal_digits, 1)),
-        (
-            "these are the decimal digits that survive a round trip (C's FLT_DIG): asked are the significant bits, the "
-            "leading 1 included, in decimal digits, not rounded down",
-            lambda f: math.floor(f.mantissa_bits * math.log10(2)),
-        ),
-        ("these are bits, not decimal digits: multiply by log10(2)", lambda f: f.significant_bits),
-        ("log10, not ln: a decimal digit is a factor of 10", lambda f: f.significant_bits * math.log(2)),
-    ),
-}
-"""By fact, tried on the formats for which it was wrong."""
-
 
 Judge = Callable[[FloatFormat, float], str]
 """What becomes of a number in a format, right or by a mistake."""
@@ -203,8 +97,17 @@ REGION_MISTAKES: Mapping[str, Sequence[tuple[str, Judge]]] = {
             "a number within half a step of the smallest normal one is rounded to it, and is normal then",
             lambda f, x: "subnormal" if abs(x) < f.smallest_normal else "normal",
         ),
+        (
+            "a tie goes to the even neighbor: half a step below the smallest normal number lies between that one, "
+            "whose last bit is 0, and the largest subnormal one, whose last bit is 1",
+            lambda f, x: "subnormal" if abs(x) == f.smallest_normal - f.smallest_subnormal / 2 else f.fate(x),
+        ),
         ("the smallest normal number, and what is rounded to it, is normal", lambda f, x: "subnormal"),
         ("a rounded number below the smallest normal one is subnormal", lambda f, x: "normal"),
+        (
+            "more than half a step below the smallest normal number is rounded to the largest subnormal one",
+            lambda f, x: "normal" if abs(x) > f.smallest_normal - f.smallest_subnormal else "subnormal",
+        ),
     ),
     "top": (
         (

@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+from vlmcourse.grading.chain_cases import make_chains
 from vlmcourse.grading.chain_mistakes import explain_plans
 from vlmcourse.grading.chain_runs import make_runs, record_run
 from vlmcourse.grading.chain_verdicts import LIBRARY, NOT_AGAIN, SHARES, judge_run
@@ -21,7 +22,6 @@ from vlmcourse.grading.chains import (
     cost,
     credit,
     lowest_limit,
-    make_chains,
     peak_bytes,
 )
 from vlmcourse.grading.checks import Outcome, ask_each, award, call, explain_signature
@@ -38,7 +38,7 @@ def check_plan(
 
     Args:
         function: the learner's function.
-        group: a name in `chains.GROUPS`; "small" also asks for a limit that no plan keeps.
+        group: a name in `chain_cases.GROUPS`; "small" also asks for a limit that no plan keeps.
         points: the cell's maximum; each case is worth the same share.
         seed: of the cases.
         num_cases: how many.
@@ -51,11 +51,24 @@ def check_plan(
     if wrong_signature:
         print(wrong_signature)
         return 0.0
+    declined: list[ChainCase] = []
+    no_plans: list[ChainCase] = []
+
+    def judge(case: ChainCase, outcome: Outcome) -> tuple[Segments | None, float, str]:
+        judged = _judge(case, outcome)
+        if outcome.error.startswith("ValueError"):
+            declined.append(case)
+        elif judged[0] is None and not outcome.error and not outcome.timed_out:
+            no_plans.append(case)
+        return judged
+
     cases = make_chains(group, seed, num_cases)
-    asked = ask_each("choose_segments", cases, lambda case: _ask(function, case, limit_s), _judge)
+    asked = ask_each("choose_segments", cases, lambda case: _ask(function, case, limit_s), judge)
     if asked is None:
         return 0.0
-    sentence = explain_plans(asked.answers, [(c, s) for c, s in asked.answers if credit(c, s) < 1])
+    wrong = [(case, segments) for case, segments in asked.answers if credit(case, segments) < 1]
+    # Where some answers are no plans, what the others have in common is an accident.
+    sentence = "" if no_plans else explain_plans(asked.answers, wrong, declined)
     if sentence:
         print(f"It looks as if {sentence}.")
     num_refusals = 1 if group == "small" else 0

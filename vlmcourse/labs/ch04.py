@@ -143,19 +143,6 @@ def list_kept(run: Callable[[], Any]) -> list[list[int]]:
     return shapes
 
 
-def bytes_kept_with_repeats(run: Callable[[], Any]) -> int:
-    """Return the bytes of all tensors that autograd keeps, weights among them, counted each time they are kept."""
-    sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(sizes)
-
-
 def activation_peak(model: nn.Module, run: Callable[[], Any]) -> int:
     """Return the most bytes of activations, made again ones included, that are alive at once in a run."""
     model.zero_grad()

@@ -1,9 +1,9 @@
 """What one layer of this model keeps for its backward pass, term by term and exactly: F10.
 
 Enters: a tower's shape, how many positions go through, bytes of an element. Leaves: bytes by the name of the tensor.
-It holds for a layer trained whole in one type (fp32, or weights and activations in a 16-bit one), attention by a fused
-kernel that keeps no scores (flash attention), no tensor parallelism. Tests compare each layer's sum with what autograd
-keeps, to the byte. Under autocast layers also keep 16-bit copies of their weights, which are not counted here.
+It holds for a layer trained whole in one type (fp32, or weights and activations in a 16-bit one), or in fp32 under
+16-bit autocast on a CPU; attention by a fused kernel that keeps no scores (flash attention), no tensor parallelism.
+Tests compare each layer's sum with what autograd keeps, to the byte.
 
 Source: derived from the layers in `models/`; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, derive the same
 for a layer with GELU and dropout, `korthikanti_layer_bytes`.
@@ -16,6 +16,16 @@ from vlmcourse.presets import LanguageShape, VisionShape
 STATISTIC_BYTES = 4
 """Inverse deviations and log-sum-exps are fp32 whatever the type of the rest."""
 Kept = dict[str, int]
+
+
+def _check_autocast(element_bytes: int, fused_norms: bool) -> None:
+    """Raise a ValueError where autocast is not counted."""
+    if element_bytes != 2 or fused_norms:
+        raise ValueError(
+            f"autocast = True with element_bytes = {element_bytes}, fused_norms = {fused_norms}: autocast computes in "
+            "16 bits and is counted as on a CPU, so set element_bytes = 2, fused_norms = False (a GPU's autocast casts "
+            "other operations: measure there, with monitor.activations.ActivationMeter)"
+        )
 
 
 def _count_norm(kind: str, name: str, rows: int, width: int, element_bytes: int, fused: bool) -> Kept:
@@ -35,7 +45,13 @@ def _count_norm(kind: str, name: str, rows: int, width: int, element_bytes: int,
 
 
 def count_vision_layer_bytes(
-    shape: VisionShape, num_tiles: int, num_positions: int, element_bytes: int, *, fused_norms: bool = False
+    shape: VisionShape,
+    num_tiles: int,
+    num_positions: int,
+    element_bytes: int,
+    *,
+    fused_norms: bool = False,
+    autocast: bool = False,
 ) -> Kept:
     """Count what a vision block keeps.
 
@@ -45,23 +61,32 @@ def count_vision_layer_bytes(
         num_positions: patches of a tile and its class token.
         element_bytes: of one activation, 4 or 2.
         fused_norms: whether norms are the GPU's kernels; PyTorch's CPU computes RMSNorm in single steps.
+        autocast: whether weights and the residual stream are fp32 and products in 16 bits. Norms then keep fp32, each
+            product casts the norm's output anew, and the 16-bit copies of the matrices are kept too.
 
     Returns:
-        Bytes by name, in the order in which forward makes them.
+        Bytes by name, in the order in which forward makes them; copies of matrices come first.
+
+    Raises:
+        ValueError: under autocast, if elements do not have 2 bytes, or norms are the GPU's.
     """
-    rows = num_tiles * num_positions
-    width, hidden = rows * shape.hidden_size * element_bytes, rows * shape.mlp_size * element_bytes
-    kept = _count_norm(shape.norm, "norm1", rows, shape.hidden_size, element_bytes, fused_norms)
-    kept["norm1 output"] = width
+    rows, D, F = num_tiles * num_positions, shape.hidden_size, shape.mlp_size
+    width, hidden = rows * D * element_bytes, rows * F * element_bytes
+    stream_bytes, kept = element_bytes, Kept()
+    if autocast:
+        _check_autocast(element_bytes, fused_norms)
+        stream_bytes, kept["matrices, in 16 bits"] = 4, (4 * D * D + 2 * D * F) * element_bytes
+    kept |= _count_norm(shape.norm, "norm1", rows, D, stream_bytes, fused_norms)
+    kept |= {"norm1 output, cast for q, k, v": 3 * width} if autocast else {"norm1 output": width}
     if shape.qk_norm:
         for name in ("q_norm", "k_norm"):
-            kept |= _count_norm("rmsnorm", name, rows, shape.hidden_size, element_bytes, fused_norms)
+            kept |= _count_norm("rmsnorm", name, rows, D, element_bytes, fused_norms)
     return kept | {
         "queries, keys, values": 3 * width,
         "attention output": width,
         "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
         "attention branch before its scale": width,
-        **_count_norm(shape.norm, "norm2", rows, shape.hidden_size, element_bytes, fused_norms),
+        **_count_norm(shape.norm, "norm2", rows, D, stream_bytes, fused_norms),
         "norm2 output": width,
         "hidden before GELU": hidden,
         "hidden after GELU": hidden,
@@ -70,7 +95,13 @@ def count_vision_layer_bytes(
 
 
 def count_language_layer_bytes(
-    shape: LanguageShape, batch_size: int, seq_len: int, element_bytes: int, *, fused_norms: bool = False
+    shape: LanguageShape,
+    batch_size: int,
+    seq_len: int,
+    element_bytes: int,
+    *,
+    fused_norms: bool = False,
+    autocast: bool = False,
 ) -> Kept:
     """Count what a decoder block keeps.
 
@@ -80,25 +111,35 @@ def count_language_layer_bytes(
         seq_len: positions of each, padding (on the right) included.
         element_bytes: of one activation, 4 or 2.
         fused_norms: whether norms are the GPU's kernels; PyTorch's CPU computes RMSNorm in single steps.
+        autocast: whether weights and the residual stream are fp32 and products in 16 bits. Norms then keep fp32, each
+            product casts the norm's output anew, and the 16-bit copies of the matrices are kept too.
 
     Returns:
         Bytes by name, in the order in which forward makes them. The fp32 tables of rotations are not among them: one
         pair serves all blocks; in 16 bits each block keeps copies of them, for queries and for keys.
+
+    Raises:
+        ValueError: under autocast, if elements do not have 2 bytes, or norms are the GPU's.
     """
-    rows = batch_size * seq_len
-    width, hidden = rows * shape.hidden_size * element_bytes, rows * shape.mlp_size * element_bytes
-    head_width = shape.hidden_size // shape.num_heads
-    kept = _count_norm("rmsnorm", "norm1", rows, shape.hidden_size, element_bytes, fused_norms)
-    kept["norm1 output"] = width
+    rows, D, F = batch_size * seq_len, shape.hidden_size, shape.mlp_size
+    width, hidden = rows * D * element_bytes, rows * F * element_bytes
+    head_width = D // shape.num_heads
+    kv_width = shape.num_kv_heads * head_width
+    stream_bytes, kept = element_bytes, Kept()
+    if autocast:
+        _check_autocast(element_bytes, fused_norms)
+        stream_bytes, kept["matrices, in 16 bits"] = 4, D * (2 * D + 2 * kv_width + 3 * F) * element_bytes
+    kept |= _count_norm("rmsnorm", "norm1", rows, D, stream_bytes, fused_norms)
+    kept |= {"norm1 output, cast for q, k, v": 3 * width} if autocast else {"norm1 output": width}
     if element_bytes < 4:
         kept["rotations, in 16 bits"] = 4 * seq_len * head_width * element_bytes
     return kept | {
         "queries": width,
-        "keys, values": 2 * rows * shape.num_kv_heads * head_width * element_bytes,
+        "keys, values": 2 * rows * kv_width * element_bytes,
         "attention output": width,
         "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
-        **_count_norm("rmsnorm", "norm2", rows, shape.hidden_size, element_bytes, fused_norms),
-        "norm2 output": width,
+        **_count_norm("rmsnorm", "norm2", rows, D, stream_bytes, fused_norms),
+        **({"norm2 output, cast for gate, value": 2 * width} if autocast else {"norm2 output": width}),
         "gate before SiLU": hidden,
         "gate after SiLU": hidden,
         "value": hidden,

@@ -25,6 +25,8 @@ LEDGER_STYLES: dict[str, tuple[str, str]] = {
 }
 """Colour and hatch of each owner of a `StepLedger`, from the bottom of the stack to its top."""
 PHASES = ("forward", "backward", "update")
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""The box of a text that lines may cross."""
 MAX_POINTS = 1500
 
 
@@ -71,8 +73,9 @@ def _draw_ledger(axes: Axes, samples: Sequence[Sample], owners: Sequence[str]) -
     for owner in owners:
         colour, hatch = LEDGER_STYLES[owner]
         top = [low + sizes.get(owner, 0) / MB for low, sizes in zip(bottom, of_place, strict=True)]
+        # `color` would set the hatch's color too.
         axes.fill_between(
-            places, bottom, top, color=colour, hatch=hatch, edgecolor="white", lw=0.0, step="post", zorder=2
+            places, bottom, top, facecolor=colour, hatch=hatch, edgecolor="white", lw=0.0, step="post", zorder=2
         )
         bottom = top
     axes.set_xlim(0, len(samples) - 1)
@@ -138,7 +141,7 @@ def plot_segment_lengths(
     Returns:
         A figure of two panels: memory (logarithmic horizontal axis), and time.
     """
-    figure, (left, right) = new_figure(3.5, 1, 2)
+    figure, (left, right) = new_figure(4.2, 1, 2)
     left.plot(list(theory), list(theory.values()), color="black", lw=1.2, label="theory: L/k + k")
     left.plot(lengths, peaks, "o", color=COLOURS["activations"], ms=7, label="measured")
     left.axhline(plain_peak, color=COLOURS["idle"], ls="--", label=f"nothing recomputed: {plain_peak:.0f}")
@@ -146,7 +149,6 @@ def plot_segment_lengths(
     left.set(
         xlabel="layers in a segment, k", ylabel="activations alive at most (layers)", title="Memory", ylim=(0, None)
     )
-    left.legend(frameon=False, fontsize=8)
     least, greatest = zip(*times, strict=True)
     right.vlines(lengths, least, greatest, color=COLOURS["loss"], lw=1)
     right.plot(lengths, least, "s", color=COLOURS["loss"], label="least of the repeats, line: to the slowest")
@@ -154,9 +156,10 @@ def plot_segment_lengths(
         right.axhline(value, color=COLOURS["communication"], lw=1, ls=style, label=label)
     right.axhline(1, color=COLOURS["idle"], ls="--", label="nothing recomputed")
     right.set(xlabel="layers in a segment, k", ylabel="time of a step (times the plain one)", title="Time")
-    right.set_ylim(0, max(1.7, 1.05 * max(greatest)))  # the legend lies below 1
-    right.legend(frameon=False, fontsize=8, loc="lower right")
+    right.set_ylim(0, max(1.7, 1.05 * max(greatest)))
+    figure.set_layout_engine("constrained", w_pad=0.12)
     for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17))
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(lengths), [str(length) for length in lengths])
         axes.minorticks_off()
@@ -186,11 +189,11 @@ def plot_memory_and_time(
     Returns:
         A figure with a named point a policy and the spread of its repeats, bytes in MB.
     """
-    figure, axes = new_figure(3.8)
+    figure, axes = new_figure(4.0)
     for (name, (size, least, greatest)), marker in zip(cases.items(), "osD^vP*Xph", strict=False):
         axes.hlines(size / MB, least, greatest, color="black", lw=1)
         axes.plot([least], [size / MB], marker, color=COLOURS["activations"], ms=9, mec="black")
-        axes.annotate(name, (least, size / MB), xytext=(9, 4), textcoords="offset points", fontsize=9)
+        axes.annotate(name, (least, size / MB), xytext=(9, 4), textcoords="offset points", fontsize=9, bbox=ON_WHITE)
     largest = max(size for size, _, _ in cases.values()) / MB
     for value, label, style in _forward_marks(forward_share):
         axes.axvline(value, color=COLOURS["communication"], lw=1, ls=style, label=label)
@@ -201,7 +204,7 @@ def plot_memory_and_time(
         xlim=(0.9, max(1.6, 1.1 * max(greatest for _, _, greatest in cases.values()))),
         title=title,
     )
-    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -64,6 +64,9 @@ def plot_exponents(
 ) -> Figure:
     """Draw for each tower how many gradients have which exponent, over the bands in which formats keep them.
 
+    The bar of exponent e reaches from e to e + 1 as its gradients do, so the bars left of a format's dashed line are
+    those that it loses.
+
     Args:
         towers: counts by the name of a tower.
         formats: each becomes a band below the histograms: solid where its normal numbers are, hatched where subnormal.
@@ -80,24 +83,26 @@ def plot_exponents(
                               height_ratios=[1.0] * len(filled) + [0.35 * len(formats)])  # fmt: skip
     for axis, (name, found) in zip(axes, filled.items(), strict=False):
         percent = [100 * number / found.num_nonzero for number in found.counts.values()]
-        axis.bar(list(found.counts), percent, width=0.9, color=COLOURS["gradients"], edgecolor="black", linewidth=0.4)
+        axis.bar(list(found.counts), percent, width=1.0, align="edge", color=COLOURS["gradients"], edgecolor="black",
+                 linewidth=0.4)  # fmt: skip
         axis.set_ylabel(f"{name}\n(% of nonzero)", fontsize=8)
         axis.grid(axis="y", alpha=0.3)
     bands = axes[-1]
     for row, spec in enumerate(formats):
         low, normal = math.log2(spec.smallest_subnormal), math.log2(spec.smallest_normal)
         bands.barh(row, normal - low, left=low, color="white", edgecolor=COLOURS["weights"], hatch="////", height=0.6)
-        bands.barh(row, spec.max_exponent + 1 - normal, left=normal, color=COLOURS["weights"], height=0.6)
-        if low > min(e for found in filled.values() for e in found.counts) - 4:
+        bands.barh(row, math.log2(spec.max) - normal, left=normal, color=COLOURS["weights"], height=0.6)
+        limit = low - 1  # half of the smallest number: what is above it is rounded up and stays
+        if limit > min(e for found in filled.values() for e in found.counts) - 4:
             for axis in axes[:-1]:
-                axis.axvline(low - 0.5, color=COLOURS["communication"], lw=0.9, ls="--")
+                axis.axvline(limit, color=COLOURS["communication"], lw=0.9, ls="--")
             # In two rows by turns: the limits of neighbors are closer than their names are long.
             lift = 3 + 11 * (len(axes[0].texts) % 2)
-            axes[0].annotate(f"\u2190 0 in {spec.name}", (low - 0.5, 1), (0, lift), ha="right", va="bottom", fontsize=8,
+            axes[0].annotate(f"\u2190 0 in {spec.name}", (limit, 1), (0, lift), ha="right", va="bottom", fontsize=8,
                              xycoords=axes[0].get_xaxis_transform(), textcoords="offset points")  # fmt: skip
     bands.set_yticks(range(len(formats)), [spec.name for spec in formats])
     bands.invert_yaxis()
-    bands.set_xlabel("exponent e: numbers from 2^e up to 2^(e+1)")
+    bands.set_xlabel("size of a number, as a power of two (a bar goes from e to e + 1)")
     every = [e for found in filled.values() for e in found.counts]
     bands.set_xlim(min(every) - 4, max(20, max(every) + 4))
     axes[0].set_title(title, pad=28)

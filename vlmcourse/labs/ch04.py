@@ -30,11 +30,11 @@ from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 from vlmcourse.presets import VLMShape, get_model
-from vlmcourse.recompute import RECOMPUTING_TOWERS, plan_segments
+from vlmcourse.recompute import RECOMPUTING_TOWERS, ActivationsConfig, plan_segments
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.activations import cover_blocks
 from vlmcourse.train.trainer import Trainer
-from vlmcourse.values import check_counts
+from vlmcourse.values import ConfigError, check_counts
 
 __all__ = ["check_prediction", "flat_gradient", "guess", "print_table", "relative_error"]
 __all__ += ["Chain", "ReluLayer", "measure_chain", "theory_peak"]
@@ -73,7 +73,15 @@ def forward_backward(model: nn.Module, batch: Batch) -> float:
 
 
 def set_policies(model: VLM, vision: str, language: str) -> None:
-    """Carry out a policy in each tower, in the place of what was there."""
+    """Carry out a policy in each tower, in the place of what was there.
+
+    Raises:
+        ValueError: if there is no such policy, or it would cover no block of its tower.
+    """
+    config = ActivationsConfig(vision=vision, language=language)
+    depths = {"vision": len(model.vision.blocks), "language": len(model.language.blocks)}
+    if found := config.problems() or config.uncovered(depths):
+        raise ConfigError("set_policies", found)
     for tower, policy in ((model.vision, vision), (model.language, language)):
         cover_blocks(tower, plan_segments(policy, len(tower.blocks)))
 

@@ -69,8 +69,8 @@ def count_vision_layer_bytes(
         Bytes by name, in the order in which forward makes them; copies of matrices come first.
 
     Raises:
-        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes); under autocast, if
-            elements do not have 2 bytes, or norms are the GPU's.
+        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes); under autocast,
+            if elements do not have 2 bytes, or norms are the GPU's.
     """
     check_counts(0, num_tiles=num_tiles, num_positions=num_positions)
     check_counts(1, element_bytes=element_bytes)
@@ -123,8 +123,8 @@ def count_language_layer_bytes(
         pair serves all blocks; in 16 bits each block keeps copies of them, for queries and for keys.
 
     Raises:
-        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes); under autocast, if
-            elements do not have 2 bytes, or norms are the GPU's.
+        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes); under autocast,
+            if elements do not have 2 bytes, or norms are the GPU's.
     """
     check_counts(0, batch_size=batch_size, seq_len=seq_len)
     check_counts(1, element_bytes=element_bytes)

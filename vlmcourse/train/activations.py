@@ -229,12 +229,7 @@ def plan_activations(
     """
     activations = config.activations
     found = activations.contradictions(parallel, config.model.freeze)
-    for name in RECOMPUTING_TOWERS:
-        policy, num_layers = getattr(activations, name), getattr(shape, name).num_layers
-        if policy != "none" and not plan_segments(policy, num_layers):
-            found.append(
-                f"activations.{name} = {policy!r}: the tower has {num_layers} blocks; choose a k of at most that"
-            )
+    found += activations.uncovered({name: getattr(shape, name).num_layers for name in RECOMPUTING_TOWERS})
     if found:
         raise ConfigError("The training configuration", found)
     return None if activations.is_plain else partial(apply_activations, config=activations)

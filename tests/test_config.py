@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,7 +209,8 @@ def test_a_value_that_cannot_be_names_those_that_can(key: str, value: object, wo
 
 
 def test_a_wrong_type_in_python_names_the_choices_too() -> None:
-    assert ParallelConfig(gradient_sync=1).problems() == [
+    wrong: Any = 1
+    assert ParallelConfig(gradient_sync=wrong).problems() == [
         "parallel.gradient_sync = 1: must be of type str, not int; choose one of last, every"
     ]
-    assert TrainSection(precision=16).problems()[0].startswith("train.precision = 16: choose one of fp32,")
+    assert TrainSection(precision=wrong).problems()[0].startswith("train.precision = 1: choose one of fp32,")

@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from notebook_kernel import Kernel, Shown, loaded_kernel, wait_until
@@ -441,7 +442,7 @@ def test_a_look_that_fails_is_answered_with_its_reason_and_the_next_one_again(
     monkeypatch.setenv(RECORD_VARIABLE, "16")
     monkeypatch.setattr(listener_module, "Observer", Fickle)
     monkeypatch.setattr(doctor_module, "ANSWER_S", 30.0)
-    ranks = types.SimpleNamespace(unfinished=(0,), ends=(), size=1)
+    ranks: Any = types.SimpleNamespace(unfinished=(0,), ends=(), size=1)
     listener, doctor = Listener(0), HangDoctor(JobFolder(tmp_path), print)
     listener.open(tmp_path)
     doctor.examine(ranks)

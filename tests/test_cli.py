@@ -243,6 +243,12 @@ def test_an_interrupted_run_says_how_to_go_on(
     none = f"vlmcourse train: {words} This run has saved no checkpoint to go on from"
     assert none in shown.err
     assert shown.out.startswith("starting 2 ranks;" if "--nproc" in ranks else "")
+    assert "train.checkpoint_every saves some" in shown.err
+    assert cli.main([*arguments(tmp_path), *ranks, "--set", "train.checkpoint_every=1"]) == 130
+    shown = capsys.readouterr()
+    assert f"{none}: train.checkpoint_every = 1 saves one with every step, and none was done yet; start" in shown.err
+    assert cli.main([*arguments(tmp_path), *ranks, "--set", "train.checkpoint_every=5"]) == 130
+    assert "= 5 saves one every 5 steps, and that many were not done yet; start" in capsys.readouterr().err
     monkeypatch.setattr(train, stopped, save_and_interrupt)
     assert cli.main([*arguments(tmp_path), *ranks]) == 130
     assert f"{words} Go on from the last checkpoint with --resume." in capsys.readouterr().err

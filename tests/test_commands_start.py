@@ -106,3 +106,21 @@ def test_the_shortest_conversation_about_a_picture_takes_no_fewer_tokens_than_co
     messages = (Message("user", "<image>"), Message("assistant", "1"))
     ids, _ = load_tokenizer("builtin").encode_conversation(messages, [4])
     assert len(ids) == 4 + start.FEWEST_TOKENS_AROUND
+
+
+def test_a_policy_that_covers_no_block_is_refused_before_any_rank_starts_or_a_run_is_spoken_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_no_rank(*_: object, **__: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start_ranks", start_no_rank)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "log.csv").touch()  # an earlier run
+    changes = ["--set", f"run.output_dir={tmp_path}", "--set", "activations.vision=every:9"]
+    launch = ["--target", "torchrun", "--nproc-per-node", "2"]
+    for argv in (["train", TINY, *changes, "--nproc", "2"], ["launch", TINY, *changes, *launch]):
+        assert cli.main(argv) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and "activations.vision = 'every:9': the tower has " in shown.err

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from vlmcourse.config import MAX_SEED, ConfigError, TrainConfig, load_config, parse_config
+from vlmcourse.config import MAX_SEED, ConfigError, TrainConfig, TrainSection, load_config, parse_config
+from vlmcourse.layout import ParallelConfig
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -180,3 +182,35 @@ def test_direct_construction_is_checked_too() -> None:
     defaults = TrainConfig()
     with pytest.raises(ConfigError, match="must be 1 or greater"):
         dataclasses.replace(defaults, train=dataclasses.replace(defaults.train, num_steps=0))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("parallel.gradient_sync", "never", "= 'never': choose one of last, every"),
+        ("parallel.gradient_sync", "evrey", "= 'evrey': did you mean 'every'? choose one of last, every"),
+        ("parallel.pp_schedule", "1F1B", "= '1F1B': did you mean '1f1b'? choose one of gpipe, 1f1b,"),
+        (
+            "train.precision",
+            16,
+            "= 16: must be str, not int; choose one of fp32, bf16, fp16, bf16_master, bf16_pure, fp8",
+        ),
+        ("train.precision", "fp61", "'fp61': did you mean 'fp16'? choose one of fp32, bf16, fp16,"),
+        ("activations.vision", True, "True: must be str, not bool; choose one of none, full, every:k, sqrt, selective"),
+        ("parallel.strategy", 3, "= 3: must be str, not int; choose one of single, ddp,"),
+        ("model.freeze", "vision", "must be a list of strings; choose one of vision, projector, language"),
+        ("run.seed", "0", "run.seed = '0': must be int, not str\n"),
+    ],
+)
+def test_a_value_that_cannot_be_names_those_that_can(key: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({}, {key: value})
+    assert words in f"{caught.value}\n"
+
+
+def test_a_wrong_type_in_python_names_the_choices_too() -> None:
+    wrong: Any = 1
+    assert ParallelConfig(gradient_sync=wrong).problems() == [
+        "parallel.gradient_sync = 1: must be of type str, not int; choose one of last, every"
+    ]
+    assert TrainSection(precision=wrong).problems()[0].startswith("train.precision = 1: choose one of fp32,")

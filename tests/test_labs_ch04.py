@@ -9,8 +9,11 @@ import pytest
 from lab_cells import ROOT
 
 from vlmcourse.labs import ch04, chain
+from vlmcourse.models.vlm import build_model
 from vlmcourse.planner.layer_activations import count_language_layer_bytes
 from vlmcourse.presets import get_model
+from vlmcourse.train.activations import covered_blocks
+from vlmcourse.values import ConfigError
 
 
 def read_cell(name: str) -> str:
@@ -63,3 +66,14 @@ def test_prediction_of_a_layer_can_be_worked_out_from_the_text() -> None:
     attention = 2 * width + 2 * kv_heads * (width // heads) + heads
     expected = 4 * 80 * (norms + attention + 4 * hidden)
     assert sum(count_language_layer_bytes(tiny, 2, 40, 4).values()) == expected
+
+
+def test_a_policy_that_covers_nothing_or_is_none_is_refused_by_the_chapters_own_call() -> None:
+    model = build_model(get_model("tiny"), seed=0)
+    depth = len(model.vision.blocks)
+    with pytest.raises(ConfigError, match=f"activations.vision = 'every:9': the tower has {depth} blocks; choose a k"):
+        ch04.set_policies(model, "every:9", "none")
+    with pytest.raises(ConfigError, match="activations.language = 'fulll': did you mean 'full'"):
+        ch04.set_policies(model, "none", "fulll")
+    ch04.set_policies(model, f"every:{depth}", "full")
+    assert covered_blocks(model.vision) == [depth - 1]

@@ -51,7 +51,7 @@ def test_flags_are_read_in_every_spelling() -> None:
         ("train.py", "put the script's code into the cell, or run it there with %run"),
         ("1", "no argument '1': for 1 rank write -n 1"),
         ("--save my script.py", "'my' cannot be used: .*; quote a path with spaces"),
-        ("--launcher elastc", "did you mean 'elastic'. type %%torchrun. for help"),
+        ("--launcher elastc", "did you mean 'elastic'. choose one of fork, direct, elastic; type %%torchrun. for help"),
         ("-n 2 --ranks 0 1", "--ranks 0 1: '0 1' names no ranks: write numbers and ranges with commas between them"),
         ("-n 2.5", "must be a whole number"),
         ("--timeout soon", "'soon' cannot be used: must be a number of seconds"),

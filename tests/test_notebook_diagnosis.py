@@ -1,7 +1,10 @@
 """From what every rank was doing to who waits for whom: without processes, so that every case can be had."""
 
 import _thread
+import ast
 import dataclasses
+import gc
+import linecache
 import sys
 import threading
 import time
@@ -14,7 +17,15 @@ from notebook_kernel import wait_until
 from vlmcourse.notebook.hang.diagnosis import ADVICE, Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.hang.handlers import may_catch
 from vlmcourse.notebook.hang.observer import Observer, has_threads
-from vlmcourse.notebook.hang.places import find_conditions, frames_of_thread, is_shown
+from vlmcourse.notebook.hang.places import (
+    add_conditions,
+    find_conditions,
+    frames_of_thread,
+    is_shown,
+    parse,
+    parse_source,
+    read_line,
+)
 from vlmcourse.notebook.hang.rank_state import (
     WORLD,
     Collective,
@@ -222,10 +233,33 @@ def test_a_slow_rank_is_not_accused_of_a_hang() -> None:
         "rank 1 has not entered it: it is still computing in cell line 7, `x = x @ x`",
     )
     line = describe_slow(by_rank(waits, computes))
-    assert line.endswith("rank 1 has not entered it: it is still computing in cell line 7, `x = x @ x`")
+    assert line.endswith("rank 1 has not entered it so far: it is still computing in cell line 7, `x = x @ x`")
     assert describe_slow(by_rank(computes, dataclasses.replace(computes, rank=0))) == ""
     silent = RankState(1, "silent", stack=cell(7, "np.sort(x)"))
     assert "it is in compiled code, called from cell line 7" in found_in(waits, silent).finding
+
+
+def test_a_rank_that_is_a_collective_behind_is_slow_and_not_accused() -> None:
+    """On a loaded machine: both were in #198, rank 1 has left it and waits in #199, rank 0 was not woken yet."""
+    world = groups_of(2)
+    ahead = waiting(1, call(199, "all_gather_single"), cell(8, "x()"), world)
+    behind = waiting(0, call(198, "all_gather_single"), cell(5, "y()"), world)
+    found = found_in(ahead, behind)
+    assert (found.kind, found.finding) == (
+        "slow",
+        "rank 1 waits in all_gather_single #199 (cell line 8, `x()`); rank 0 never entered it: it waits in "
+        "all_gather_single #198 (cell line 5, `y()`), which nobody is missing in",
+    )
+    line = describe_slow(by_rank(ahead, behind))
+    assert "never" not in line and "rank 0 has not entered it so far: it waits in all_gather_single #198" in line
+    assert not is_deadlock(by_rank(ahead, behind), by_rank(ahead, behind), 2)
+
+
+def test_ranks_of_which_one_may_yet_come_are_named_without_never() -> None:
+    waits = [waiting(rank, call(3), cell(5, "x()"), WORLD_4) for rank in (0, 1)]
+    others = [at_work(rank, 2, cell(4, "z()"), WORLD_4) for rank in (2, 3)]
+    assert "ranks 2, 3 have not entered it so far: they are in cell line 4" in describe_slow(by_rank(*waits, *others))
+    assert "ranks 2, 3 never entered it: they are in cell line 4" in found_in(*waits, *others).finding
 
 
 def test_a_rank_that_computes_inside_torch_distributed_does_not_wait() -> None:
@@ -462,6 +496,63 @@ def test_half_imported_torch_has_no_groups_and_no_record(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     state = Observer(0).observe()
     assert (state.status, state.groups, state.recent) == ("running", (), ())
+
+
+def test_a_look_from_a_thread_disturbs_no_parsing_of_the_main_thread() -> None:
+    """CPython 3.11.7 counts the depth of all trees together: parsed at one time, either thread's could fail."""
+    states: list[RankState] = []
+
+    def look(phase: str, _: object) -> None:
+        if phase == "start" and not states:
+            thread = threading.Thread(target=lambda: states.append(Observer(0).observe()))
+            thread.start()
+            thread.join()
+
+    text, threshold = "\n".join(f"x = [{n}, f(a, b=[c])]" for n in range(2000)), gc.get_threshold()
+    parse_source.cache_clear()
+    gc.callbacks.append(look)
+    gc.set_threshold(1000, 1000, 1000)  # so that garbage is collected in the middle of the call
+    try:
+        ast.parse(text)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(look)
+    assert [place.function for place in states[0].stack].count(
+        "test_a_look_from_a_thread_disturbs_no_parsing_of_the_main_thread"
+    ) == 1
+    assert parse_source.cache_info().misses == 0
+
+
+def test_a_source_is_read_although_another_thread_throws_it_out_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Vanishing(dict):
+        def __getitem__(self, key: object) -> object:
+            return self.pop(key)
+
+    monkeypatch.setattr(linecache, "cache", Vanishing(cell=(0, None, ["first\n", "second\n"], "cell")))
+    assert (read_line("cell", 2), read_line("cell", 3)) == ("second\n", "")
+    assert read_line(__file__, 1).startswith('"""From what') and __file__ not in linecache.cache
+    assert read_line("no such file", 1) == read_line("<string>", 1) == ""
+
+
+def test_what_parses_at_the_same_time_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([SystemError("AST constructor recursion depth mismatch"), ast.parse("x")])
+
+    def parse_once(_: str) -> ast.Module:
+        answer = next(answers)
+        if isinstance(answer, SystemError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ast, "parse", parse_once)
+    assert isinstance(parse("x"), ast.Module)
+
+
+def test_the_reader_adds_the_ifs_around_a_place(tmp_path: Path) -> None:
+    source = tmp_path / "x.py"
+    source.write_text("if rank == 0:\n    f()\n")
+    state = RankState(0, stack=(Place(str(source), 2, "<module>", "f()"), Place("cell", 3, "<module>", "run()")))
+    found = add_conditions(state, ["%%torchrun -n 2", "if rank > 0:", "    run()"])
+    assert [place.conditions[0].test for place in found.stack] == ["rank == 0", "rank > 0"]
 
 
 def test_a_state_survives_its_file() -> None:

@@ -10,16 +10,20 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from notebook_kernel import Kernel, Shown, loaded_kernel, wait_until
 
+from vlmcourse.notebook.hang import doctor as doctor_module
+from vlmcourse.notebook.hang import listener as listener_module
 from vlmcourse.notebook.hang.doctor import HangDoctor, watch_ranks
 from vlmcourse.notebook.hang.listener import Listener
-from vlmcourse.notebook.hang.observer import RECORD_VARIABLE
-from vlmcourse.notebook.hang.rank_state import read_states
+from vlmcourse.notebook.hang.observer import RECORD_VARIABLE, Observer
+from vlmcourse.notebook.hang.rank_state import RankState, read_states
 from vlmcourse.notebook.hang.watch import Watcher
 from vlmcourse.notebook.jobs import JobFolder
 from vlmcourse.notebook.rank_group import RankGroup
@@ -259,8 +263,8 @@ def test_ranks_that_wait_for_a_slow_one_are_left_alone_and_the_person_is_told_on
     assert len(told) == 1
     assert re.search(r"^the ranks went on after \d+ s$", shown.stdout, re.MULTILINE)
     assert re.match(
-        r"no output for \d+ s: rank 0 waits in all_reduce #2 \(cell line 9, .*\); "
-        r"rank 1 has not entered it: it is in cell line [78]",
+        r"no output for \d+ s; the ranks may only be slow. If this goes on: "
+        r"rank 0 waits in all_reduce #2 \(cell line 9, .*\); rank 1 has not entered it so far: it is in cell line [78]",
         told[0],
     )
 
@@ -422,6 +426,32 @@ def test_a_rank_listens_in_one_folder_after_the_other(tmp_path: Path, monkeypatc
     state = read_states({0: folders[1] / "state-0-1.json"})[0]
     assert (state.rank, state.status, state.wait) == (0, "running", None)
     assert [threads.name for threads in threading.enumerate()].count("hang doctor") == 1
+    listener.close()
+    assert wait_until(lambda: "hang doctor" not in [each.name for each in threading.enumerate()], within_s=20)
+
+
+def test_a_look_that_fails_is_answered_with_its_reason_and_the_next_one_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fickle(Observer):
+        def observe(self, sample_s: float = 0.0) -> RankState:
+            if sample_s:
+                raise KeyError("gone")
+            return super().observe(sample_s)
+
+    monkeypatch.setenv(RECORD_VARIABLE, "16")
+    monkeypatch.setattr(listener_module, "Observer", Fickle)
+    monkeypatch.setattr(doctor_module, "ANSWER_S", 30.0)
+    ranks: Any = types.SimpleNamespace(unfinished=(0,), ends=(), size=1)
+    listener, doctor = Listener(0), HangDoctor(JobFolder(tmp_path), print)
+    listener.open(tmp_path)
+    doctor.examine(ranks)
+    assert doctor.diagnosis is None
+    assert doctor._unseen == {0: "it could not look at itself: KeyError: 'gone'"}
+    assert list(tmp_path.glob("state-0-*.json")) and not (tmp_path / "stack-0.txt").read_text()
+    monkeypatch.setattr(doctor_module, "SAMPLE_S", 0.0)
+    doctor.examine(ranks)
+    assert doctor.diagnosis is not None and doctor.diagnosis.finding.startswith("rank 0 is in ")
     listener.close()
     assert wait_until(lambda: "hang doctor" not in [each.name for each in threading.enumerate()], within_s=20)
 

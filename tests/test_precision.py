@@ -429,6 +429,7 @@ def test_the_finder_names_module_operation_and_sample(plant) -> None:
         (ch03.plant_attention_overflow, "bf16"),
         (ch03.plant_attention_overflow, "fp32"),
         (ch03.plant_log_of_zero, "fp32"),
+        (ch03.plant_log_of_zero, "bf16"),
         (ch03.plant_high_learning_rate, "bf16"),
     ],
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlmcourse.values import check_counts
+
 
 @dataclass(frozen=True)
 class AccumulationChoice:
@@ -33,12 +35,9 @@ def effective_batch_size(micro_batch_size: int, accumulation_steps: int, dp_degr
         dp_degree: ranks with samples of their own, `Layout.dp_degree`.
 
     Raises:
-        ValueError: naming every argument below 1.
+        ValueError: naming every argument that is not a whole number of 1 or more.
     """
-    sizes = {"micro_batch_size": micro_batch_size, "accumulation_steps": accumulation_steps, "dp_degree": dp_degree}
-    wrong = [f"{name} = {value}" for name, value in sizes.items() if value < 1]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)}: a batch has 1 or more of each; raise it to 1 or more")
+    check_counts(1, micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps, dp_degree=dp_degree)
     return micro_batch_size * accumulation_steps * dp_degree
 
 
@@ -61,10 +60,9 @@ def nearest_accumulation(target: int, micro_batch_size: int, dp_degree: int) -> 
         micro-batch where that is already too much.
 
     Raises:
-        ValueError: if an argument is below 1.
+        ValueError: if an argument is not a whole number of 1 or more.
     """
-    if target < 1:
-        raise ValueError(f"target = {target}: a step takes 1 sample or more; raise it")
+    check_counts(1, target=target)
     one_round = effective_batch_size(micro_batch_size, 1, dp_degree)
     below, left = divmod(target, one_round)
     steps = [below] if not left else [s for s in (below, below + 1) if s]

@@ -18,10 +18,19 @@ from typing import Any
 
 from vlmcourse.batch import describe_batch, effective_batch_size
 from vlmcourse.engine_rules import engine_problems
+from vlmcourse.layout import CHOICES as PARALLEL_CHOICES
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
-from vlmcourse.recompute import ActivationsConfig
-from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_values, did_you_mean
+from vlmcourse.recompute import POLICIES, RECOMPUTING_TOWERS, ActivationsConfig
+from vlmcourse.values import (
+    ConfigError,
+    add_choices,
+    at_least_one,
+    at_least_zero,
+    check_values,
+    did_you_mean,
+    suggest_choice,
+)
 
 TOWERS = ("vision", "projector", "language")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_master", "bf16_pure", "fp8")
@@ -35,6 +44,17 @@ LOSS_WEIGHTINGS = ("tokens", "sqrt")
 LAST_GROUPS = ("fill", "short", "drop")
 DATASETS = ("digits", "llava")
 BAD_ROW_POLICIES = ("refuse", "skip")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.preset": tuple(MODELS),
+    "data.dataset": DATASETS,
+    "data.on_bad_row": BAD_ROW_POLICIES,
+    "train.last_group": LAST_GROUPS,
+    "train.loss_weighting": LOSS_WEIGHTINGS,
+    "train.precision": PRECISIONS,
+    **{f"parallel.{name}": known for name, known in PARALLEL_CHOICES.items()},
+    **{f"activations.{tower}": POLICIES for tower in RECOMPUTING_TOWERS},
+}
+"""What texts may be of which there are a few."""
 MAX_SEED = 2**63 - 1
 """TOML's largest integer; torch takes 64 bits, NumPy any number."""
 
@@ -74,10 +94,10 @@ class ModelConfig:
         """Return what is wrong with these values, one sentence each."""
         found = []
         if not self.hf_folder and self.preset not in MODELS:
-            found.append(f"model.preset = {self.preset!r}: {did_you_mean(self.preset, MODELS)}")
+            found.append(f"model.preset = {self.preset!r}: {suggest_choice(self.preset, MODELS)}")
         for tower in self.freeze:
             if tower not in TOWERS:
-                found.append(f"model.freeze names {tower!r}: {did_you_mean(tower, TOWERS)}")
+                found.append(f"model.freeze names {tower!r}: {suggest_choice(tower, TOWERS)}")
         if set(TOWERS) <= set(self.freeze):
             found.append("model.freeze names every tower: nothing would train; leave one out")
         return found
@@ -109,11 +129,11 @@ class DataConfig:
         """Return what is wrong with these values, one sentence each."""
         found = []
         if self.dataset not in DATASETS:
-            found.append(f"data.dataset = {self.dataset!r}: {did_you_mean(self.dataset, DATASETS)}")
+            found.append(f"data.dataset = {self.dataset!r}: {suggest_choice(self.dataset, DATASETS)}")
         if self.dataset == "llava" and not self.path:
             found.append("data.path is empty: dataset = 'llava' needs the path of its JSON or JSONL file")
         if self.on_bad_row not in BAD_ROW_POLICIES:
-            found.append(f"data.on_bad_row = {self.on_bad_row!r}: {did_you_mean(self.on_bad_row, BAD_ROW_POLICIES)}")
+            found.append(f"data.on_bad_row = {self.on_bad_row!r}: {suggest_choice(self.on_bad_row, BAD_ROW_POLICIES)}")
         elif self.dataset == "digits":
             found += [
                 f"data.{name} = {getattr(self, name)!r} with dataset = 'digits': only 'llava' reads it; set dataset = "
@@ -165,9 +185,9 @@ class TrainSection:
         found += at_least_zero(self, "train", "max_grad_norm", "eval_every", "checkpoint_every")
         for name, known in (("last_group", LAST_GROUPS), ("loss_weighting", LOSS_WEIGHTINGS)):
             if getattr(self, name) not in known:
-                found.append(f"train.{name} = {getattr(self, name)!r}: {did_you_mean(getattr(self, name), known)}")
+                found.append(f"train.{name} = {getattr(self, name)!r}: {suggest_choice(getattr(self, name), known)}")
         if self.precision not in PRECISIONS:
-            found.append(f"train.precision = {self.precision!r}: {did_you_mean(self.precision, PRECISIONS)}")
+            found.append(f"train.precision = {self.precision!r}: {suggest_choice(self.precision, PRECISIONS)}")
         return found
 
 
@@ -341,7 +361,8 @@ def _read_section(section: type, name: str, values: Mapping[str, Any], found: li
         try:
             kept[key] = _as_type(value, hints[key])
         except (TypeError, OverflowError) as error:
-            found.append(f"{name}.{key} = {value!r}: {error}")
+            choices = add_choices(CHOICES.get(f"{name}.{key}", TOWERS if key == "freeze" else ()))
+            found.append(f"{name}.{key} = {value!r}: {error}{choices}")
     return kept
 
 

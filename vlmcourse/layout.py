@@ -18,7 +18,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, did_you_mean
+from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, suggest_choice
 
 DEEPSPEED = {"deepspeed-zero1": 1, "deepspeed-zero2": 2, "deepspeed-zero3": 3}
 """Strategies that a DeepSpeed engine carries out -> its ZeRO stage."""
@@ -37,6 +37,16 @@ COMPRESSIONS = ("fp16", "bf16", "powersgd")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("zigzag", "contiguous")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "strategy": STRATEGIES,
+    "vision_heads": VISION_HEADS,
+    "compression": ("none", *COMPRESSIONS),
+    "gradient_sync": GRADIENT_SYNCS,
+    "cp_method": CONTEXT_METHODS,
+    "cp_order": CONTEXT_ORDERS,
+    "pp_schedule": SCHEDULES,
+}
+"""What fields of a `ParallelConfig` may be."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CHOSEN_BY_AUTO = ("tp", "cp", "pp", "vision_tp", "vision_heads", "vision_stages")
 """Fields of a `ParallelConfig`."""
@@ -102,21 +112,13 @@ class ParallelConfig:
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
-        if found := check_types(self, "parallel"):
+        if found := check_types(self, "parallel", CHOICES):
             return found
         found = check_values(self, "parallel", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
-        for name, known in (
-            ("strategy", STRATEGIES),
-            ("vision_heads", VISION_HEADS),
-            ("compression", ("none", *COMPRESSIONS)),
-            ("gradient_sync", GRADIENT_SYNCS),
-            ("cp_method", CONTEXT_METHODS),
-            ("cp_order", CONTEXT_ORDERS),
-            ("pp_schedule", SCHEDULES),
-        ):
+        for name, known in CHOICES.items():
             value = getattr(self, name)
             if value not in known:
-                found.append(f"parallel.{name} = {value!r}: {did_you_mean(value, known)}")
+                found.append(f"parallel.{name} = {value!r}: {suggest_choice(value, known)}")
         found += at_least_one(self, "parallel", "tp", "cp", "pp")
         found += at_least_zero(self, "parallel", "dp_replicate", "dp_shard", "vision_tp", "vision_stages", "prefetch")
         return found or self._contradictions()

@@ -17,10 +17,11 @@ Source: Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vlmcourse.layout import ParallelConfig
-from vlmcourse.values import did_you_mean
+from vlmcourse.values import suggest_choice
 
 POLICIES = ("none", "full", "every:k", "sqrt", "selective")
 RECOMPUTING_TOWERS = ("vision", "language")
@@ -76,6 +77,18 @@ class ActivationsConfig:
                 )
         return found
 
+    def uncovered(self, num_blocks: Mapping[str, int]) -> list[str]:
+        """Return which of these policies would cover no block at all, one sentence each.
+
+        Args:
+            num_blocks: of each whole tower, by name; a stage of a pipeline may well have none that is covered.
+        """
+        return [
+            f"activations.{tower} = {getattr(self, tower)!r}: the tower has {num} blocks; choose a k of at most that"
+            for tower, num in num_blocks.items()
+            if getattr(self, tower) != "none" and not plan_segments(getattr(self, tower), num)
+        ]
+
     def contradictions(self, parallel: ParallelConfig, frozen: tuple[str, ...]) -> list[str]:
         """Return which of these values do not go with how ranks share the work or with what is trained.
 
@@ -122,7 +135,7 @@ def find_policy_problem(policy: object) -> str:
         if colon and number.isdecimal() and int(number) >= 1:
             return ""
         return "write every:k with a whole number k of 1 or more, such as every:2"
-    return did_you_mean(policy, POLICIES)
+    return suggest_choice(policy, POLICIES)
 
 
 def plan_segments(policy: str, num_blocks: int, first_number: int = 0) -> list[Segment]:

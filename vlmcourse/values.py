@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+FEW_CHOICES = 12
+"""So many choices are all named, whatever was written."""
 
 
 class ConfigError(ValueError):
@@ -18,14 +22,21 @@ class ConfigError(ValueError):
         super().__init__(f"{where} has {len(self.problems)} {noun}:\n{lines}")
 
 
-def check_types(section: object, prefix: str) -> list[str]:
-    """Return a sentence for each field of a dataclass whose value has another type than the field's."""
+def check_types(section: object, prefix: str, choices: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return a sentence for each field of a dataclass whose value has another type than the field's.
+
+    Args:
+        section: the dataclass.
+        prefix: what its fields' names begin with in a sentence.
+        choices: what a field may be, for those that have a few.
+    """
     found = []
     for name, hint in typing.get_type_hints(type(section)).items():
         value = getattr(section, name)
         is_number = hint is float and isinstance(value, int) and not isinstance(value, bool)
         if type(value) is not hint and not is_number:
-            found.append(f"{prefix}.{name} = {value!r}: must be of type {hint.__name__}, not {type(value).__name__}")
+            rule = f"must be of type {hint.__name__}, not {type(value).__name__}{add_choices(choices.get(name, ()))}"
+            found.append(f"{prefix}.{name} = {value!r}: {rule}")
     return found
 
 
@@ -53,8 +64,55 @@ def check_values(
     return found
 
 
-def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
-    """Return a hint that names the nearest known word, or all of them where none is near."""
+def check_counts(least: int, **counts: object) -> None:
+    """Refuse arguments that count something and cannot.
+
+    Args:
+        least: the smallest count that makes sense.
+        counts: the arguments by name.
+
+    Raises:
+        ValueError: naming every one that is not a whole number, or is below `least`.
+    """
+    wrong = [
+        f"{name} = {value!r}"
+        for name, value in counts.items()
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least
+    ]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: must be a whole number, {least} or greater; change it")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint for a mistyped name that gives the nearest known one, or all of them where none is near."""
     known = list(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}"
+
+
+def suggest_choice(value: object, known: Iterable[str]) -> str:
+    """Return a hint for a value that must be one of several: all of them where they are few.
+
+    A value is named as meant only if one slip of the hand lies between: 'every' is near 'never' too.
+    """
+    known, text = list(known), str(value)
+    if len(known) > FEW_CHOICES:
+        return did_you_mean(text, known)
+    meant = next((f"did you mean {each!r}? " for each in known if _is_one_slip(text.lower(), each.lower())), "")
+    return f"{meant}choose one of {', '.join(known)}"
+
+
+def add_choices(known: Iterable[str]) -> str:
+    """Return the end of a sentence about a wrong type: what the value may be, or nothing where that is many."""
+    known = list(known)
+    return f"; choose one of {', '.join(known)}" if 0 < len(known) <= FEW_CHOICES else ""
+
+
+def _is_one_slip(written: str, meant: str) -> bool:
+    """Whether two words differ by at most one letter: another, one more, one less, or two neighbors swapped."""
+    if len(written) == len(meant):
+        places = [i for i, (ours, theirs) in enumerate(zip(written, meant, strict=True)) if ours != theirs]
+        is_swap = len(places) == 2 and places[1] == places[0] + 1
+        return len(places) < 2 or (is_swap and {*written[places[0] :][:2]} == {*meant[places[0] :][:2]})
+    short, long = sorted((written, meant), key=len)
+    return len(long) == len(short) + 1 and any(long[:i] + long[i + 1 :] == short for i in range(len(long)))

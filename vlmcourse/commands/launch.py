@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vlmcourse.commands.launch_request import count_nodes, find_folder_problems, find_problems, list_hosts
 from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
-from vlmcourse.commands.start import check_room, choose_degrees
+from vlmcourse.commands.start import check_activations, check_room, choose_degrees
 from vlmcourse.commands.train import add_config_arguments, parse_overrides
 from vlmcourse.config import TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
@@ -147,6 +147,7 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
         raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
     settled, choice = choose_degrees(config, count_nodes(args) * args.nproc_per_node)
     check_room(config)
+    check_activations(config)
     return replace(_write_target(args, name), strategy=settled.strategy, choice=choice)
 
 

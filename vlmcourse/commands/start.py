@@ -1,4 +1,5 @@
-"""What can be refused before any rank starts, without torch: ranks, degrees, and samples that no sequence has room for.
+"""What can be refused before any rank starts, without torch: ranks, degrees, samples that no sequence has
+room for, and policies that would do nothing.
 
 Enters: a checked `TrainConfig`, a number of ranks, the environment of this process. Leaves: what was chosen with its
 reason, or one error that says what to change. Files that are missing are found in `config_files.py`.
@@ -16,6 +17,7 @@ from vlmcourse.layout import ParallelConfig, find_layout
 from vlmcourse.planner.degrees import settle
 from vlmcourse.planner.hf_config import read_hf_shape
 from vlmcourse.presets import VLMShape, get_model
+from vlmcourse.recompute import RECOMPUTING_TOWERS
 from vlmcourse.values import ConfigError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -119,6 +121,20 @@ def check_room(config: TrainConfig) -> None:
             f"them; raise it above {needed} by the length of your text"
         )
         raise ConfigError("The training configuration", [problem])
+
+
+def check_activations(config: TrainConfig) -> None:
+    """Refuse policies of the section [activations] that would cover no block of their tower.
+
+    Raises:
+        ConfigError: naming the policies and how many blocks there are.
+    """
+    shape = find_shape(config)
+    if shape is None:
+        return
+    found = config.activations.uncovered({name: getattr(shape, name).num_layers for name in RECOMPUTING_TOWERS})
+    if found:
+        raise ConfigError("The training configuration", found)
 
 
 def _has_pictures(path: Path) -> bool:

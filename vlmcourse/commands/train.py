@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.commands.gpu_order import order_gpus
-from vlmcourse.commands.start import check_degrees, check_rank_environment, check_room, find_shape
+from vlmcourse.commands.start import check_activations, check_degrees, check_rank_environment, check_room, find_shape
 from vlmcourse.config import ConfigError, TrainConfig, load_config
 from vlmcourse.config_files import check_files
 from vlmcourse.notebook.failure import RankFailure
@@ -138,6 +138,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
     """
     check_files(config)
     check_room(config)
+    check_activations(config)
     check_run_folder(config, is_resumed=args.resume is not None)
     folder = run_folder(config)
     if args.resume is not None:
@@ -224,6 +225,12 @@ def _resume_hint(args: argparse.Namespace, config: TrainConfig, known: tuple[str
     continues = args.resume is not None and Path(args.resume or folder).resolve().is_relative_to(folder.resolve())
     if found is not None and (found != known or continues):
         return "Go on from the last checkpoint with --resume."
+    if every := config.train.checkpoint_every:
+        due = f"every {every} steps, and that many were not" if every > 1 else "with every step, and none was"
+        return (
+            f"This run has saved no checkpoint to go on from: train.checkpoint_every = {every} saves one {due} done "
+            "yet; start it again without --resume."
+        )
     return "This run has saved no checkpoint to go on from: train.checkpoint_every saves some."
 
 

@@ -20,6 +20,7 @@ from vlmcourse.parallel.batch_norm import sync_batch_norms
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import gradient_sync
+from vlmcourse.values import check_counts
 
 NORMS = ("BatchNorm", "SyncBatchNorm", "frozen BatchNorm", "GroupNorm")
 CUTS = ("1 rank x 4 micro-batches", "2 ranks x 1 micro-batch", "2 ranks x 4 micro-batches")
@@ -27,8 +28,15 @@ NUM_SAMPLES = 32
 
 
 def load_pictures(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
-    """Return scans, fp32 [samples, 1, 8, 8] from 0 to 1, and the digits that they show, int64 [samples]."""
+    """Return scans, fp32 [samples, 1, 8, 8] from 0 to 1, and the digits that they show, int64 [samples].
+
+    Raises:
+        ValueError: if `num_samples` is below 1 or more than there are scans.
+    """
+    check_counts(1, num_samples=num_samples)
     ink, digits = load_scans()
+    if num_samples > len(digits):
+        raise ValueError(f"num_samples = {num_samples}: there are {len(digits)} scans; ask for at most so many")
     return torch.from_numpy(ink[:num_samples] / 16.0).float()[:, None], torch.from_numpy(digits[:num_samples])
 
 

@@ -35,6 +35,7 @@ from vlmcourse.parallel.sync import (
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import accumulate_gradients, micro_batch_loss_sum
 from vlmcourse.train.trainer import Trainer
+from vlmcourse.values import check_counts
 
 MAX_SEQ_LEN = 256
 NUM_TURNS = 4
@@ -49,7 +50,11 @@ def ragged_samples(num_samples: int, seed: int = 0, period: int = 4) -> list[Sam
         num_samples: how many.
         seed: of the pictures and questions.
         period: samples of a run; micro-batches of at most as many have very different numbers of supervised tokens.
+
+    Raises:
+        ValueError: if `num_samples` or `period` is below 1.
     """
+    check_counts(1, num_samples=num_samples, period=period)
     short, long = (DigitsDataset(num_samples, seed, "train", num_turns=turns) for turns in (1, NUM_TURNS))
     return [(short if (i // period) % 2 == 0 else long)[i] for i in range(num_samples)]
 
@@ -60,7 +65,8 @@ def build_collator() -> Collator:
 
 
 def cut(samples: Sequence[Sample], collate: Collator, micro_batch_size: int) -> list[Batch]:
-    """Return samples in micro-batches, in their order."""
+    """Return samples in micro-batches, in their order; ValueError if their size is below 1."""
+    check_counts(1, micro_batch_size=micro_batch_size)
     starts = range(0, len(samples), micro_batch_size)
     return [collate(samples[start : start + micro_batch_size]) for start in starts]
 
@@ -126,8 +132,18 @@ def train_three_ways(
         measure_every: steps between measurements.
         on_measure: called after each measurement, on every rank.
 
+    Raises:
+        ValueError: if a number is below 1, or a step has fewer micro-batches than there are ranks.
     Communicates: the exchange of gradients of the two accumulated runs.
     """
+    check_counts(1, num_steps=num_steps, samples_per_step=samples_per_step, micro_batch_size=micro_batch_size)
+    check_counts(1, measure_every=measure_every)
+    num_micro_batches = -(-samples_per_step // micro_batch_size)
+    if num_micro_batches < ranks.world_size:  # a rank with none would not exchange gradients: the others would wait
+        raise ValueError(
+            f"samples_per_step = {samples_per_step} in micro-batches of {micro_batch_size} are {num_micro_batches} for "
+            f"{ranks.world_size} ranks: each needs one; raise samples_per_step or lower micro_batch_size"
+        )
     collate, shape = build_collator(), get_model("tiny")
     data = ragged_samples(num_steps * samples_per_step, period=micro_batch_size)
     probe = collate(ragged_samples(16, seed=1)).to(ranks.device)
@@ -197,7 +213,17 @@ def measure_cuts(num_samples: int, micro_batch_sizes: Sequence[int], repeats: in
 
     Returns:
         The cost of each cut, and the largest relative difference between the gradients of two of them.
+
+    Raises:
+        ValueError: if a number is below 1, a size does not divide `num_samples`, or there is no size.
     """
+    check_counts(1, num_samples=num_samples, repeats=repeats, num_sizes=len(micro_batch_sizes))
+    for i, size in enumerate(micro_batch_sizes):
+        check_counts(1, **{f"micro_batch_sizes[{i}]": size})
+        if num_samples % size:
+            raise ValueError(
+                f"micro_batch_sizes[{i}] = {size}: must divide num_samples = {num_samples}; choose a divisor"
+            )
     collate = build_collator()
     samples = DigitsDataset(num_samples, 0, "train", num_turns=NUM_TURNS)[:]
     place = alone(Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none"))

@@ -28,6 +28,7 @@ from vlmcourse.train.nan_finder import LossOf
 from vlmcourse.train.rounding import stochastic_round
 from vlmcourse.train.scaler import LossScaler
 from vlmcourse.train.trainer import Trainer
+from vlmcourse.values import check_counts
 
 __all__ = ["check_prediction", "guess", "print_table"]
 """Taken over from chapter 1 for the notebook; everything else here is meant for it too."""
@@ -62,7 +63,8 @@ def lab_trainer(config: TrainConfig, ranks: Ranks = ALONE, seed: int = 0) -> Tra
 
 
 def train_losses(trainer: Trainer, num_steps: int) -> list[float]:
-    """Make steps and return the loss of each."""
+    """Make steps, 1 or more, and return the loss of each."""
+    check_counts(1, num_steps=num_steps)
     return [trainer.train_step().loss for _ in range(num_steps)]
 
 
@@ -72,6 +74,8 @@ def bits_of(value: float, spec: FloatFormat) -> str:
     Raises:
         ValueError: if it is infinite or NaN there.
     """
+    if math.isnan(value):
+        raise ValueError(f"{value} is no number and has many patterns of bits in {spec.name}: give a finite number")
     rounded = spec.round(value)
     if spec.fate(value) == "overflow":
         raise ValueError(f"{value} is more than {spec.name} can hold: its largest number is {spec.max}")
@@ -87,6 +91,7 @@ def bits_of(value: float, spec: FloatFormat) -> str:
 
 def follow_updates(start: float, update: float, num_updates: int, seed: int = 0) -> dict[str, list[float]]:
     """Add a small number to a weight again and again, stored in four ways; returns its value after each addition."""
+    check_counts(1, num_updates=num_updates)
     exact, master = [start], torch.tensor(start)
     nearest = torch.tensor(start, dtype=torch.bfloat16)
     random = torch.full((64,), start).bfloat16()
@@ -146,14 +151,26 @@ def plant_attention_overflow(precision: str = "fp16", *, fused: bool = False) ->
     return Planted("fp16 overflow in attention logits", model, batch, precision)
 
 
+LOSS_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""What `plant_log_of_zero` computes its loss in, by name; bf16 and fp32 have room for 1e-8."""
+
+
 @torch.no_grad()
 def plant_log_of_zero(precision: str = "fp16") -> Planted:
-    """A loss of log(p + 1e-8) in 16 bits: 1e-8 is 0 there, and a sure model gives the wrong token p = 0."""
+    """A loss of log(p + 1e-8) in fp16: 1e-8 is 0 there, and a sure model gives the wrong token p = 0.
+
+    Raises:
+        ValueError: if `precision` is not one of `LOSS_TYPES`.
+    """
+    if precision not in LOSS_TYPES:
+        raise ValueError(
+            f"precision = {precision!r}: this loss is computed in one of {', '.join(LOSS_TYPES)}; choose one"
+        )
+    dtype = LOSS_TYPES[precision]
     model, batch = _fresh()
     model.get_parameter("language.lm_head.weight").mul_(30)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        dtype = {"fp16": torch.float16, "fp32": torch.float32}[precision]
         p_BSV = _logits(model, batch).to(dtype).softmax(-1)
         wanted = batch.labels_BS != IGNORE_LABEL
         p = p_BSV[wanted].gather(1, batch.labels_BS[wanted][:, None])
@@ -234,7 +251,11 @@ def life_of_a_scale(ranks: Ranks, num_steps: int, initial_scale: float, growth_i
         num_steps: optimizer steps.
         initial_scale: of the scaler.
         growth_interval: good steps before it doubles.
+
+    Raises:
+        ValueError: if a number is not one that a scaler works with, or there is no step to make.
     """
+    check_counts(1, num_steps=num_steps)
     trainer = lab_trainer(lab_config("fp16", "ddp" if ranks.world_size > 1 else "single"), ranks)
     trainer.scaler = LossScaler(
         ranks,

@@ -30,10 +30,11 @@ from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 from vlmcourse.presets import VLMShape, get_model
-from vlmcourse.recompute import plan_segments
+from vlmcourse.recompute import RECOMPUTING_TOWERS, ActivationsConfig, plan_segments
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.activations import cover_blocks
 from vlmcourse.train.trainer import Trainer
+from vlmcourse.values import ConfigError, check_counts
 
 __all__ = ["check_prediction", "flat_gradient", "guess", "print_table", "relative_error"]
 __all__ += ["Chain", "ReluLayer", "measure_chain", "theory_peak"]
@@ -43,7 +44,8 @@ MAX_SEQ_LEN = 256
 
 
 def deep_shape(num_layers: int = 4) -> VLMShape:
-    """Return the tiny preset with `num_layers` blocks in each tower."""
+    """Return the tiny preset with `num_layers` blocks in each tower, 1 or more; ValueError else."""
+    check_counts(1, num_layers=num_layers)
     tiny = get_model("tiny")
     vision = dataclasses.replace(tiny.vision, num_layers=num_layers)
     language = dataclasses.replace(tiny.language, num_layers=num_layers)
@@ -51,7 +53,12 @@ def deep_shape(num_layers: int = 4) -> VLMShape:
 
 
 def load_deep(num_samples: int = 8, num_layers: int = 4) -> tuple[VLM, Batch]:
-    """Return a model of `deep_shape` and a micro-batch of digit pictures with questions."""
+    """Return a model of `deep_shape` and a micro-batch of digit pictures with questions.
+
+    Raises:
+        ValueError: if a number is below 1.
+    """
+    check_counts(1, num_samples=num_samples, num_layers=num_layers)
     shape = deep_shape(num_layers)
     samples = DigitsDataset(num_samples, 0, "train")
     batch = Collator(load_tokenizer("builtin"), shape, MAX_SEQ_LEN)([samples[i] for i in range(num_samples)])
@@ -66,7 +73,15 @@ def forward_backward(model: nn.Module, batch: Batch) -> float:
 
 
 def set_policies(model: VLM, vision: str, language: str) -> None:
-    """Carry out a policy in each tower, in the place of what was there."""
+    """Carry out a policy in each tower, in the place of what was there.
+
+    Raises:
+        ValueError: if there is no such policy, or it would cover no block of its tower.
+    """
+    config = ActivationsConfig(vision=vision, language=language)
+    depths = {"vision": len(model.vision.blocks), "language": len(model.language.blocks)}
+    if found := config.problems() or config.uncovered(depths):
+        raise ConfigError("set_policies", found)
     for tower, policy in ((model.vision, vision), (model.language, language)):
         cover_blocks(tower, plan_segments(policy, len(tower.blocks)))
 
@@ -96,7 +111,13 @@ def measure_policies(
 
     Returns:
         Forward's share of the first policy's time, and a result by policy.
+
+    Raises:
+        ValueError: if there is no run or no policy to measure, or a policy is unknown, before anything runs.
     """
+    check_counts(1, num_runs=num_runs, num_policies=len(policies))
+    for policy in policies:
+        plan_segments(policy, 1)
     peaks, gradients = {}, {}
     for policy in policies:
         set_policies(model, policy, policy)
@@ -178,6 +199,10 @@ class GeluDropoutLayer(nn.Module):
 # --- Towers of a real size, by the formula --------------------------------------------------------------------------
 
 
+COUNTED_POLICIES = ("none", "full")
+"""Policies whose bytes `tower_bytes` derives; what others keep depends on how blocks are cut, or on operations."""
+
+
 def tower_bytes(shape: VLMShape, num_tiles: int, num_text_tokens: int, policies: Mapping[str, str]) -> dict[str, int]:
     """Count what the two towers of a model keep of one sample in 16 bits, by the derived formula.
 
@@ -189,7 +214,17 @@ def tower_bytes(shape: VLMShape, num_tiles: int, num_text_tokens: int, policies:
 
     Returns:
         Bytes by tower at the fullest moment, with norms as a GPU runs them.
+
+    Raises:
+        ValueError: if a tower's policy is another or missing, or a count is negative.
     """
+    check_counts(0, num_tiles=num_tiles, num_text_tokens=num_text_tokens)
+    for tower in RECOMPUTING_TOWERS:
+        if policies.get(tower) not in COUNTED_POLICIES:
+            raise ValueError(
+                f"policies[{tower!r}] = {policies.get(tower)!r}: the formula knows {' and '.join(COUNTED_POLICIES)}; "
+                "choose one of them, or measure a model that fits with measure_policies"
+            )
     vision, language = shape.vision, shape.language
     positions = num_text_tokens + num_tiles * shape.num_visual_tokens_per_tile
     blocks = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vlmcourse.monitor.ledger import StepLedger
 from vlmcourse.recompute import split_segments
 from vlmcourse.train.activations import cover_blocks
+from vlmcourse.values import check_counts
 
 # --- Time -----------------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,7 @@ class Chain(nn.Module):
 
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
+        check_counts(1, num_layers=num_layers, width=width)
         generator = torch.Generator().manual_seed(0)
         self.blocks = nn.ModuleList(ReluLayer(width, generator) for _ in range(num_layers))
 
@@ -146,7 +148,14 @@ def measure_chain(
 
     Returns:
         What the plain chain takes, and a result for each length.
+
+    Raises:
+        ValueError: if a size is not a whole number of 1 or more, or a segment is longer than the chain.
     """
+    check_counts(1, num_layers=num_layers, num_rows=num_rows, width=width, num_runs=num_runs)
+    check_counts(1, **{f"lengths[{i}]": length for i, length in enumerate(lengths)})
+    if lengths and max(lengths) > num_layers:
+        raise ValueError(f"lengths = {tuple(lengths)}: a segment of {num_layers} layers has at most all; shorten it")
     chain, x = Chain(num_layers, width), torch.randn(num_rows, width)
     plans = {0: [], **{length: split_segments(num_layers, length) for length in lengths}}
     peaks, kept = {}, {}
@@ -170,9 +179,14 @@ def measure_chain(
     return PlainChain(peaks[0], Repeats.of(seconds[0], unit_s), min(seconds[FORWARD]) / unit_s), results
 
 
-def theory_peak(num_layers: int, length: int) -> float:
-    """Return inputs kept and one segment alive, in layers: L / k + k.
+def theory_peak(num_layers: int, length: float) -> float:
+    """Return inputs kept and one segment alive, in layers: L / k + k; between whole lengths k too, for a curve.
 
+    Raises:
+        ValueError: if `num_layers` is below 1, or `length` not above 0.
     Source: Chen et al. 2016 (arXiv:1604.06174), section 4.
     """
+    check_counts(1, num_layers=num_layers)
+    if not 0 < length < math.inf:
+        raise ValueError(f"length = {length}: a segment must be longer than 0 layers; raise it")
     return num_layers / length + length

@@ -123,10 +123,18 @@ class StepLedger:
             model: plain or under any strategy. Its layers are the members of lists called `blocks`; anything else
                 counts under the name of the child of the model that it is in.
             optimizer: of the model, if steps are to be seen.
+
+        Raises:
+            ValueError: if the model has no parameter on this rank.
         """
         self.samples: list[Sample] = []
         self._parts, self._optimizer = plain_parts(model), optimizer
         self._parameters = list(model.parameters())
+        if not self._parameters:
+            raise ValueError(
+                f"{type(model).__name__} has 0 parameters here: a ledger needs 1 or more, which tell it the device and "
+                "have gradients; give it the model that this layer is a part of"
+            )
         device_type = local_part(self._parameters[0]).device.type
         self._book = StorageBook(device_type, self._after_operation)
         self._layers: list[str] = []

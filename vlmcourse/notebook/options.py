@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from vlmcourse.notebook.launcher import check_rank_count
 from vlmcourse.notebook.wrong_flags import SPELLED, explain_unknown
-from vlmcourse.values import did_you_mean
+from vlmcourse.values import suggest_choice
 
 DEFAULT_RANKS = 2
 DEFAULT_TIMEOUT_S = 300.0
@@ -210,7 +210,7 @@ def _read_seconds(text: str) -> float:
 
 def _read_launcher(text: str) -> str:
     if text not in LAUNCHERS:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {did_you_mean(text, LAUNCHERS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {suggest_choice(text, LAUNCHERS)}")
     return text
 
 

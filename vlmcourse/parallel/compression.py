@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.layout import COMPRESSIONS
-from vlmcourse.values import did_you_mean
+from vlmcourse.values import suggest_choice
 
 NOT_OFFERED = {
     "batched_powersgd": "torch's batched_powerSGD_hook fails on gloo",
@@ -85,7 +85,7 @@ def check_compression(model: nn.Module, kind: str) -> None:
     if kind in NOT_OFFERED:
         raise ValueError(f"gradient compression {kind!r}: {NOT_OFFERED[kind]}; choose one of {', '.join(COMPRESSIONS)}")
     if kind not in COMPRESSIONS:
-        raise ValueError(f"gradient compression {kind!r}: {did_you_mean(kind, COMPRESSIONS)}")
+        raise ValueError(f"gradient compression {kind!r}: {suggest_choice(kind, COMPRESSIONS)}")
     if isinstance(model, FSDPModule):
         raise ValueError(
             f"gradient compression {kind!r}: FSDP shards this model and reduce-scatters its gradients without DDP's "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.network import Link, ring_messages, ring_sent_bytes
-from vlmcourse.values import did_you_mean
+from vlmcourse.values import suggest_choice
 
 MEASURED_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 KIB = 2**10
@@ -116,7 +116,7 @@ def _check_request(num_ranks: int, kinds: Sequence[str], sizes: Sequence[int], n
         raise ValueError("measure_links on 1 rank: nothing is sent; start at least 2, as with %%torchrun -n 2")
     for kind in kinds:
         if kind not in MEASURED_KINDS:
-            raise ValueError(f"measure_links: there is no kind {kind!r}: {did_you_mean(kind, MEASURED_KINDS)}")
+            raise ValueError(f"measure_links: there is no kind {kind!r}: {suggest_choice(kind, MEASURED_KINDS)}")
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise ValueError(f"measure_links: sizes = {list(sizes)}: a line needs two different sizes of 1 byte or more")
     if num_repeats < 1:

@@ -12,6 +12,7 @@ for a layer with GELU and dropout, `korthikanti_layer_bytes`.
 from __future__ import annotations
 
 from vlmcourse.presets import LanguageShape, VisionShape
+from vlmcourse.values import check_counts
 
 STATISTIC_BYTES = 4
 """Inverse deviations and log-sum-exps are fp32 whatever the type of the rest."""
@@ -68,8 +69,11 @@ def count_vision_layer_bytes(
         Bytes by name, in the order in which forward makes them; copies of matrices come first.
 
     Raises:
-        ValueError: under autocast, if elements do not have 2 bytes, or norms are the GPU's.
+        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes); under autocast,
+            if elements do not have 2 bytes, or norms are the GPU's.
     """
+    check_counts(0, num_tiles=num_tiles, num_positions=num_positions)
+    check_counts(1, element_bytes=element_bytes)
     rows, D, F = num_tiles * num_positions, shape.hidden_size, shape.mlp_size
     width, hidden = rows * D * element_bytes, rows * F * element_bytes
     stream_bytes, kept = element_bytes, Kept()
@@ -119,8 +123,11 @@ def count_language_layer_bytes(
         pair serves all blocks; in 16 bits each block keeps copies of them, for queries and for keys.
 
     Raises:
-        ValueError: under autocast, if elements do not have 2 bytes, or norms are the GPU's.
+        ValueError: if a count is not a whole number of 0 or more (of 1 or more for an element's bytes); under autocast,
+            if elements do not have 2 bytes, or norms are the GPU's.
     """
+    check_counts(0, batch_size=batch_size, seq_len=seq_len)
+    check_counts(1, element_bytes=element_bytes)
     rows, D, F = batch_size * seq_len, shape.hidden_size, shape.mlp_size
     width, hidden = rows * D * element_bytes, rows * F * element_bytes
     head_width = D // shape.num_heads
@@ -161,7 +168,11 @@ def korthikanti_layer_bytes(
 
     Returns:
         s b h (34 + 5 a s / h), or its first term.
+
+    Raises:
+        ValueError: if an argument is not a whole number of 1 or more.
     Source: Korthikanti et al. 2022, equation 1.
     """
+    check_counts(1, seq_len=seq_len, batch_size=batch_size, hidden_size=hidden_size, num_heads=num_heads)
     layer = 34 * seq_len * batch_size * hidden_size
     return layer + 5 * num_heads * seq_len**2 * batch_size if keeps_scores else layer

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.layout import AXES
-from vlmcourse.values import did_you_mean
+from vlmcourse.values import suggest_choice
 
 CONNECTIONS = {
     "NV": "NVLink",
@@ -115,7 +115,7 @@ def read_sample(name: str) -> str:
         ValueError: if there is none of that name.
     """
     if name not in SAMPLE_NAMES:
-        raise ValueError(f"there is no sample topology {name!r}: {did_you_mean(name, SAMPLE_NAMES)}")
+        raise ValueError(f"there is no sample topology {name!r}: {suggest_choice(name, SAMPLE_NAMES)}")
     return (SAMPLES / f"{name}.txt").read_text(encoding="utf-8")
 
 

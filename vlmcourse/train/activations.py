@@ -125,10 +125,11 @@ def cover_blocks(
         offloading: does it; by default one of this tower's own.
 
     Raises:
-        ValueError: if segments of several blocks leave blocks out, or a segment names a block that is not there.
+        ValueError: if segments of several blocks leave blocks out, or a segment names a block that is not there; if
+            the tower has no list `blocks`.
     """
     uncover_blocks(tower)
-    blocks = dict(enumerate(block for _, block in tower.blocks.named_children()))  # type: ignore[union-attr]
+    blocks = dict(enumerate(block for _, block in _list_of_blocks(tower).named_children()))
     covered = [i for segment in segments for i in segment.blocks]
     if len(set(covered)) < len(covered) or not set(covered) <= set(blocks):
         raise ValueError(f"segments cover the blocks {covered} of a tower of {len(blocks)}: each at most once, from 0")
@@ -148,13 +149,29 @@ def cover_blocks(
 
 
 def uncover_blocks(tower: nn.Module) -> None:
-    """Undo `cover_blocks`: all blocks keep everything again."""
-    blocks: nn.ModuleList = tower.blocks  # type: ignore[assignment]
+    """Undo `cover_blocks`: all blocks keep everything again.
+
+    Raises:
+        ValueError: if the tower has no list `blocks`.
+    """
+    blocks = _list_of_blocks(tower)
     if isinstance(blocks, SegmentedBlocks):
         tower.blocks = nn.ModuleList(list(blocks.children()))
     for block in blocks.children():
         if isinstance(block.__dict__.get("forward"), BlockRunner):
             del block.__dict__["forward"]
+
+
+def _list_of_blocks(tower: nn.Module) -> nn.ModuleList:
+    """Return the list that a tower's forward goes through; raises ValueError if there is none."""
+    blocks = getattr(tower, "blocks", None)
+    if isinstance(blocks, nn.ModuleList):
+        return blocks
+    found = "it has none" if blocks is None else f"its `blocks` is a {type(blocks).__name__}"
+    raise ValueError(
+        f"this {type(tower).__name__} needs its layers in an nn.ModuleList called `blocks`, but {found}: give the "
+        "tower whose forward runs them one after the other, such as model.vision, or rename your list"
+    )
 
 
 def apply_activations(model: nn.Module, config: ActivationsConfig) -> None:
@@ -212,12 +229,7 @@ def plan_activations(
     """
     activations = config.activations
     found = activations.contradictions(parallel, config.model.freeze)
-    for name in RECOMPUTING_TOWERS:
-        policy, num_layers = getattr(activations, name), getattr(shape, name).num_layers
-        if policy != "none" and not plan_segments(policy, num_layers):
-            found.append(
-                f"activations.{name} = {policy!r}: the tower has {num_layers} blocks; choose a k of at most that"
-            )
+    found += activations.uncovered({name: getattr(shape, name).num_layers for name in RECOMPUTING_TOWERS})
     if found:
         raise ConfigError("The training configuration", found)
     return None if activations.is_plain else partial(apply_activations, config=activations)

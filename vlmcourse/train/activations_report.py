@@ -51,12 +51,19 @@ def report_activations(model: nn.Module, run: Callable[[], object]) -> list[Towe
         A row for each tower, in the order of data.
 
     Raises:
-        ValueError: if `run` made no backward pass.
+        ValueError: if the model has not these towers, before anything runs; if `run` made no backward pass.
     """
+    parts = plain_parts(model)
+    for part in parts:
+        missing = [tower for tower in TOWERS if not isinstance(getattr(part, tower, None), nn.Module)]
+        if missing:
+            raise ValueError(
+                f"{type(part).__name__} has no {', '.join(missing)}: this report has a row for each of the submodules "
+                f"{', '.join(TOWERS)}; name yours so, or run it inside StepLedger(model), which takes any model"
+            )
     with StepLedger(model) as ledger:
         run()
     kept = ledger.end_of_forward().by_layer("activations")
-    parts = plain_parts(model)
     return [_report_tower(tower, [part.get_submodule(tower) for part in parts], kept, ledger) for tower in TOWERS]
 
 

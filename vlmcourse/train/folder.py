@@ -87,8 +87,8 @@ def find_checkpoint(path: Path) -> Path:
                 if (whole / META_NAME).is_file():
                     return whole
     raise FileNotFoundError(
-        f"There is no checkpoint in {str(path)!r}: give the folder of a run that saved one (train.checkpoint_every), "
-        "or start without resuming"
+        f"There is no checkpoint in {str(path)!r}: give the folder of a run that has saved one (the first is due after "
+        "train.checkpoint_every steps, or with 0 at the end), or start without resuming"
     )
 
 

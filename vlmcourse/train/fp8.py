@@ -39,7 +39,12 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     Returns:
         The numbers in `dtype`, and the scale they were multiplied by, a float32 scalar; 1 for a tensor of zeros.
+
+    Raises:
+        ValueError: if `dtype` is another format.
     """
+    if dtype not in (FORWARD, BACKWARD):
+        raise ValueError(f"dtype = {dtype}: must be a format of 8 bits; choose {FORWARD} or {BACKWARD}")
     largest = torch.finfo(dtype).max
     amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     scale = torch.where(amax > 0, largest / amax.clamp(min=torch.finfo(torch.float32).tiny), 1.0)

@@ -25,6 +25,26 @@ from vlmcourse.parallel.comm import at_least_fp32
 from vlmcourse.parallel.vocabulary import vocabulary_loss_sum
 
 
+def check_loss(loss: object) -> Tensor:
+    """Return what a learner's `loss_of` has returned, if backward can start from it.
+
+    Raises:
+        ValueError: if it is no tensor, not a single number, or has no gradient.
+    """
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}"
+    elif not loss.requires_grad:
+        found = "a tensor without a gradient"
+    else:
+        return loss
+    raise ValueError(
+        f"loss_of returned {found}: it must return a scalar tensor with a gradient; add its elements up, and leave out "
+        "item(), detach() and no_grad()"
+    )
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """What a micro-batch contributes to the loss of its step, under one weighting of tokens; call it as a function."""

@@ -34,6 +34,7 @@ from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.train.accumulate import micro_batch_loss_sum, sum_weights
+from vlmcourse.train.loss import check_loss
 from vlmcourse.train.optimizer import freeze_towers
 from vlmcourse.train.precision import prepare_weights
 
@@ -93,7 +94,8 @@ def find_nonfinite(
         Where it happens, or None if loss and all gradients are finite.
 
     Raises:
-        ValueError: if the model or its sequences are distributed in pieces; `find_in_step` is for those.
+        ValueError: if the model or its sequences are distributed in pieces (`find_in_step` is for those), no weight is
+            trained, or backward cannot start from what `loss_of` returns.
     """
     plain = unwrap(model)
     if _is_in_pieces(plain):
@@ -103,12 +105,14 @@ def find_nonfinite(
     found = _look_at_inputs(plain, batch) or _look_at_weights(plain, batch)
     if found is not None:
         return found
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(f"{type(plain).__name__} has 0 trained parameters: backward needs 1 or more; thaw some")
 
     def run(part: Batch) -> _Watch:
         watch = _Watch()
         with watch:
-            loss = loss_of(plain, part) if loss_of is not None else micro_batch_loss_sum(plain, part, precision)
-            trained = [p for p in plain.parameters() if p.requires_grad]
+            loss = micro_batch_loss_sum(plain, part, precision) if loss_of is None else check_loss(loss_of(plain, part))
             # Not backward(): the wrapper of DDP would see it and wait for the other ranks.
             gradients = torch.autograd.grad(loss * loss_scale, trained, allow_unused=True)
             watch.failed = not all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)

@@ -10,6 +10,7 @@ which has no minimum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from vlmcourse.parallel.comm import local_part, max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.formats import FORMATS
+from vlmcourse.values import check_counts
 
 
 class LossScaler:
@@ -50,15 +52,19 @@ class LossScaler:
             enabled: False keeps a scale of 1 and looks at nothing: formats with the exponents of fp32 need no scaler.
 
         Raises:
-            ValueError: if a factor is on the wrong side of 1, or the interval below 1.
+            ValueError: if a factor is on the wrong side of 1, a count below 1, or a scale not one to multiply by.
         """
-        if growth_factor <= 1 or not 0 < backoff_factor < 1:
+        check_counts(1, growth_interval=growth_interval, num_averaged=num_averaged)
+        if not 0 <= min_scale <= initial_scale < math.inf or initial_scale == 0:
+            raise ValueError(
+                f"initial_scale = {initial_scale}, min_scale = {min_scale}: the first scale must be finite, above 0 "
+                "and no less than the smallest, which is 0 or more; change one"
+            )
+        if not 1 < growth_factor < math.inf or not 0 < backoff_factor < 1:
             raise ValueError(
                 f"growth_factor = {growth_factor}, backoff_factor = {backoff_factor}: the scale must grow by a factor "
                 "above 1 and back off by one between 0 and 1"
             )
-        if growth_interval < 1:
-            raise ValueError(f"growth_interval = {growth_interval}: must be 1 step or more")
         self.enabled, self._ranks = enabled, ranks
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.min_scale = growth_interval, min_scale

@@ -52,7 +52,11 @@ class Diagnosis:
 
 
 def diagnose(
-    states: Mapping[int, RankState], died: Mapping[int, str] | None = None, silent: Mapping[int, str] | None = None
+    states: Mapping[int, RankState],
+    died: Mapping[int, str] | None = None,
+    silent: Mapping[int, str] | None = None,
+    *,
+    is_over: bool = True,
 ) -> Diagnosis | None:
     """Explain who waits where for whom.
 
@@ -60,10 +64,11 @@ def diagnose(
         states: what the ranks were doing, by rank; a rank that left no answer is missing.
         died: ranks whose process ended by itself, each with how (`was killed by SIGKILL`).
         silent: why ranks left no answer, where that is known (`it is still starting`).
+        is_over: whether the ranks are stopped now or wait for ever; else nobody is accused of what may yet come.
     Returns:
         The reason, if ranks wait for one another; else what they were doing; None if nothing is known.
     """
-    here = Situation(states, died, silent)
+    here = Situation(states, died, silent, is_over=is_over)
     for operation in here.operations:
         difference = here.difference(operation)
         if difference:
@@ -79,11 +84,9 @@ def diagnose(
 
 
 def describe_slow(states: Mapping[int, RankState]) -> str:
-    """Say in one line who waits for whom while all of them run; empty if nobody waits so."""
-    found = diagnose(states)
-    if found is None or found.kind not in SHOWN_WHILE_RUNNING:
-        return ""
-    return found.finding.replace("never entered it", "has not entered it") if found.kind == "slow" else found.finding
+    """Say in one line who waits for whom while all of them run and may yet go on; empty if nobody waits so."""
+    found = diagnose(states, is_over=False)
+    return found.finding if found is not None and found.kind in SHOWN_WHILE_RUNNING else ""
 
 
 def _explain_difference(here: Situation, operation: Operation, difference: str) -> Diagnosis:
@@ -153,6 +156,9 @@ def _judge_missing(here: Situation, operation: Operation) -> str:
         return "save_on_one_rank"
     if any(state.status == "finished" for state in states):
         return "finished_early"
+    owns = [own for rank in missing if (own := here.operation_of(rank)) is not None]
+    if any(not own.missing and not here.difference(own) for own in owns):
+        return "slow"  # all are in that one, or have left it: it ends as soon as the machine comes to it
     for kind, of in (("point_to_point", ("send", "recv")), ("setup", ("setup",)), ("different_order", ("collective",))):
         if any(wait.kind in of for wait in waits):
             return kind
@@ -176,7 +182,9 @@ def _say_missing(here: Situation, ranks: Sequence[int], operation: Operation) ->
             phrases.append(f"{name_ranks(of)} left no answer{f': {reason}' if reason else ''}")
             continue
         is_at_work = state is not None and of[0] not in here.waits and (state.uses_cpu or state.status == "silent")
-        verb = f"{'has' if is_one else 'have'} not entered it" if is_at_work else "never entered it"
+        verb = "never entered it"
+        if is_at_work or not here.is_over:
+            verb = f"{'has' if is_one else 'have'} not entered it{'' if here.is_over else ' so far'}"
         activity = _say_activity(here, of[0], operation, not is_one)
         phrases.append(f"{name_ranks(of)} {verb}: {'it' if is_one else 'they'} {activity}")
     return "; ".join(phrases)
@@ -206,7 +214,10 @@ def _say_wait(here: Situation, rank: int, wait: Wait, operation: Operation | Non
     own, place = here.operation_of(rank), name_place(here.states[rank])
     if own is not None:
         same_group = operation is not None and own.group.name == operation.group.name
-        return f"in {_name_call(here, rank, own, with_number=not same_group)}"
+        if not own.missing and not here.difference(own):
+            return f"in {_name_call(here, rank, own)}, which nobody is missing in"
+        has_number = not same_group or (operation is not None and own.number != operation.number)
+        return f"in {_name_call(here, rank, own, with_number=has_number)}"
     if wait.kind in ("send", "recv"):
         peer = f"rank {wait.peer}" if wait.peer is not None else "any rank"
         return f"to {'send to' if wait.kind == 'send' else 'receive from'} {peer} ({place})"

@@ -21,7 +21,7 @@ from vlmcourse.notebook.failure import LEFT, RankEnd, RankReport, describe_exit
 from vlmcourse.notebook.hang.diagnosis import Diagnosis, describe_slow, diagnose
 from vlmcourse.notebook.hang.listener import STACK_SIGNAL
 from vlmcourse.notebook.hang.observer import SAMPLE_S
-from vlmcourse.notebook.hang.places import find_places
+from vlmcourse.notebook.hang.places import add_conditions, find_places
 from vlmcourse.notebook.hang.rank_state import Place, RankState, read_states
 from vlmcourse.notebook.hang.situation import is_deadlock
 from vlmcourse.notebook.jobs import JobFolder
@@ -78,6 +78,8 @@ class HangDoctor:
         self._folder = folder
         self._say = say
         self._num_asked = 0
+        self._unseen: dict[int, str] = {}
+        """Ranks that could not look at themselves when they were asked last, each with the reason."""
         self._looks = self._look_again_and_again()
         self._group: RankGroup | None = None
         self.diagnosis: Diagnosis | None = None
@@ -113,12 +115,14 @@ class HangDoctor:
         answers = self._wait_for(number, running, HURRIED_ANSWER_S if is_hurried else ANSWER_S)
         if is_hurried and len(answers) < len(running) and any(state.wait for state in answers.values()):
             answers = self._wait_for(number, running, ANSWER_S - HURRIED_ANSWER_S)
-        silent = [rank for rank in running if rank not in answers and self._listens(rank)]
+        heard = {*answers, *self._unseen}
+        silent = [rank for rank in running if rank not in heard and self._listens(rank)]
         if silent and (not is_hurried or any(state.wait for state in answers.values())):
             answers.update(self._read_stacks(silent))
         states = {**self._read_ends(group), **answers}  # being asked can itself make a rank go on, and fail
-        silent = {rank: "" if self._listens(rank) else STARTING for rank in running if rank not in states}
-        self.diagnosis = diagnose(states, describe_deaths(group.ends, states), silent)
+        reasons = {rank: self._unseen.get(rank) or ("" if self._listens(rank) else STARTING) for rank in running}
+        silent = {rank: reason for rank, reason in reasons.items() if rank not in states}
+        self.diagnosis = diagnose(self._complete(states), describe_deaths(group.ends, states), silent)
 
     def examine_failure(self, group: RankGroup) -> None:
         """Ask the other ranks, if one failed because it waited in vain, or was aborted within a collective."""
@@ -153,10 +157,10 @@ class HangDoctor:
             answers = self._read(number, group_of_look.unfinished)
             now = {**answers, **self._read_ends(group_of_look)}
             if is_deadlock(before, now, group_of_look.size):
-                self.diagnosis, self.is_deadlock = diagnose(now), True
+                self.diagnosis, self.is_deadlock = diagnose(self._complete(now)), True
             waited_s = time.monotonic() - group_of_look.last_output_s
-            if not has_said and waited_s > SLOW_S and (line := describe_slow(now)):
-                self._say(f"no output for {waited_s:.0f} s: {line}")
+            if not has_said and waited_s > SLOW_S and (line := describe_slow(self._complete(now))):
+                self._say(f"no output for {waited_s:.0f} s; the ranks may only be slow. If this goes on: {line}")
                 has_said, silent_since_s = True, group_of_look.last_output_s
             before = answers
             next_s, between_s = time.monotonic() + between_s, min(between_s * 1.2, MAX_BETWEEN_LOOKS_S)
@@ -165,6 +169,7 @@ class HangDoctor:
     def _ask(self, ranks: Sequence[int], sample_s: float) -> int:
         """Put a question to ranks, those that listen; return its number."""
         self._num_asked += 1
+        self._unseen = {}
         for rank in ranks:
             with contextlib.suppress(OSError):  # it has not come so far, or has ended
                 fifo = os.open(self._folder.path / f"ask-{rank}", os.O_WRONLY | os.O_NONBLOCK)
@@ -175,8 +180,11 @@ class HangDoctor:
         return self._num_asked
 
     def _read(self, number: int, ranks: Collection[int]) -> dict[int, RankState]:
-        """Return the answers to a question that have come."""
-        return read_states({rank: self._folder.path / f"state-{rank}-{number}.json" for rank in ranks})
+        """Return the answers to a question that have come, of ranks that could look at themselves."""
+        found = read_states({rank: self._folder.path / f"state-{rank}-{number}.json" for rank in ranks})
+        for rank in [rank for rank, state in found.items() if state.status == "unseen"]:
+            self._unseen[rank] = f"it could not look at itself: {found.pop(rank).error}"
+        return found
 
     def _read_ends(self, group: AskedRanks) -> dict[int, RankState]:
         """Return what ranks that have finished or failed said at their end."""
@@ -187,7 +195,7 @@ class HangDoctor:
         while True:
             answers = self._read(number, ranks)
             asked = [rank for rank in ranks if self._listens(rank)]
-            if all(rank in answers for rank in asked) or time.monotonic() > end_s:
+            if all(rank in answers or rank in self._unseen for rank in asked) or time.monotonic() > end_s:
                 return answers
             time.sleep(POLL_S)
 
@@ -211,8 +219,14 @@ class HangDoctor:
             for rank, thread in threads.items():
                 lines = parse_stack((self._folder.path / f"stack-{rank}.txt").read_text(errors="replace"), thread)
                 if lines:
-                    found[rank] = RankState(rank, "silent", stack=self._add_text(find_places(lines, False)))
+                    found[rank] = RankState(rank, "silent", stack=self._add_text(find_places(lines)))
         return found
+
+    def _complete(self, states: Mapping[int, RankState]) -> dict[int, RankState]:
+        """Add the `if`s around the places of ranks: they say no more than where they are, see `parse_source`."""
+        is_in_cell = any(place.is_cell for state in states.values() for place in state.stack)
+        cell = self._folder.read_job().shown_lines if is_in_cell else ()
+        return {rank: add_conditions(state, cell) for rank, state in states.items()}
 
     def _add_text(self, places: Sequence[Place]) -> tuple[Place, ...]:
         """Add what stands in the lines of the cell, which only ranks know by its file's name."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ast
 import dis
-import linecache
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import CodeType
 
-from vlmcourse.notebook.hang.places import NOTEBOOK_FOLDER, FrameLine, is_torch, parse_source, walk_to
+from vlmcourse.notebook.hang.places import NOTEBOOK_FOLDER, FrameLine, is_torch, parse_source, read_lines, walk_to
 
 HARMLESS = frozenset(
     (
@@ -58,7 +57,7 @@ def find_handlers(code: CodeType) -> tuple[Handler, ...]:
 
 def lets_pass(file: str, line: int) -> bool:
     """Whether every `with` around a line is known to be harmless; False where the source is not known."""
-    tree = parse_source(file, tuple(linecache.getlines(file)))
+    tree = parse_source(file, read_lines(file))
     names = list(_name_contexts(tree, line)) if tree is not None else []
     return bool(names) and HARMLESS.issuperset(names)
 

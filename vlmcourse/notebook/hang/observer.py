@@ -10,7 +10,6 @@ import ast
 import contextlib
 import itertools
 import json
-import linecache
 import os
 import re
 import sys
@@ -22,7 +21,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from vlmcourse.notebook.hang.handlers import may_catch
-from vlmcourse.notebook.hang.places import FrameLine, find_places, frames_of_thread, frames_of_traceback, is_shown
+from vlmcourse.notebook.hang.places import (
+    FrameLine,
+    find_places,
+    frames_of_thread,
+    frames_of_traceback,
+    is_shown,
+    parse,
+    read_line,
+)
 from vlmcourse.notebook.hang.rank_state import WORLD, Collective, Group, RankState, Wait
 
 RECORD_VARIABLE = "TORCH_FR_BUFFER_SIZE"
@@ -75,12 +82,11 @@ class Observer:
         for entry in read_record()[0]:
             self._num_before[entry.group] = max(entry.number, self._num_before.get(entry.group, 0))
 
-    def observe(self, sample_s: float = 0.0, with_conditions: bool = True) -> RankState:
-        """Describe what this rank is doing.
+    def observe(self, sample_s: float = 0.0) -> RankState:
+        """Describe what this rank is doing; its code goes on meanwhile.
 
         Args:
             sample_s: for how many seconds to watch whether the main thread computes; 0 does not watch.
-            with_conditions: whether to read the sources for the `if`s around the code.
         """
         uses_cpu = None
         if sample_s:
@@ -91,21 +97,19 @@ class Observer:
             elif cpu_s is not None:
                 uses_cpu = (self._cpu_s() or 0.0) - cpu_s > BUSY_SHARE * (time.monotonic() - began_s)
         frames = self._frames()
-        return self._describe(frames, "running", uses_cpu, with_conditions)
+        return self._describe(frames, "running", uses_cpu)
 
     def observe_end(self, error: BaseException | None = None, trace: TracebackType | None = None) -> RankState:
         """Describe how this rank ended: at its end, or by an exception."""
         if error is None:
-            return self._describe([], "finished", None, False)
-        return self._describe(frames_of_traceback(trace), "failed", None, True, name_error(error))
+            return self._describe([], "finished", None)
+        return self._describe(frames_of_traceback(trace), "failed", None, name_error(error))
 
     def observe_abort(self) -> RankState:
         """Describe how compiled code ends this rank, while its main thread still waits."""
-        return self._describe(self._frames(), "failed", None, True, "compiled code gave up")
+        return self._describe(self._frames(), "failed", None, "compiled code gave up")
 
-    def _describe(
-        self, frames: Sequence[FrameLine], status: str, uses_cpu: bool | None, with_conditions: bool, error: str = ""
-    ) -> RankState:
+    def _describe(self, frames: Sequence[FrameLine], status: str, uses_cpu: bool | None, error: str = "") -> RankState:
         recent, is_whole = read_record()
         last = recent[-1] if recent and recent[-1].number > self._num_before.get(recent[-1].group, 0) else None
         lines = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
@@ -113,7 +117,7 @@ class Observer:
         return RankState(
             rank=self.rank,
             status=status,
-            stack=find_places(lines, with_conditions),
+            stack=find_places(lines),
             wait=wait,
             uses_cpu=uses_cpu,
             recent=tuple(recent),
@@ -124,7 +128,7 @@ class Observer:
             error=error,
             has_whole_record=is_whole,
             has_threads=has_threads(),
-            may_catch=status == "running" and may_catch(frames),
+            may_catch=status == "running" and wait is not None and may_catch(frames),
             has_pending=has_pending(frames, recent, wait),
         )
 
@@ -285,7 +289,10 @@ def find_wait(
 
 def waits_for_handle(frame: FrameType) -> bool | None:
     """Whether a frame is at `handle.wait(...)` of a collective's handle; None if that cannot be told."""
-    call = _read_call(frame)
+    text = _read_text(frame)
+    if text and ".wait" not in text:  # a main thread that does something else is not parsed beside
+        return False
+    call = _read_call(text)
     if call is None:
         return None
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "wait":
@@ -301,21 +308,25 @@ def is_handle(value: object, *names: str) -> bool:
     return any(kind.__name__ in (names or ("Work",)) and "torch" in kind.__module__ for kind in type(value).__mro__)
 
 
-def _read_call(frame: FrameType) -> ast.Call | None:
-    """Return the call that a frame is at, as it stands in the source."""
+def _read_text(frame: FrameType) -> str:
+    """Return the expression that a frame is at, as it stands in the source; empty where that is not known."""
     positions = next(itertools.islice(frame.f_code.co_positions(), max(frame.f_lasti, 0) // 2, None), None)
     if positions is None or None in positions:
-        return None
+        return ""
     first, last, begin, end = positions
-    lines = [linecache.getline(frame.f_code.co_filename, number) for number in range(first or 0, (last or 0) + 1)]
+    lines = [read_line(frame.f_code.co_filename, number) for number in range(first or 0, (last or 0) + 1)]
     if not lines:
-        return None
+        return ""
     lines[-1] = lines[-1].encode()[:end].decode(errors="replace")
     lines[0] = lines[0].encode()[begin:].decode(errors="replace")
-    with contextlib.suppress(SyntaxError, ValueError):
-        node = ast.parse("".join(lines), mode="eval").body
-        return node if isinstance(node, ast.Call) else None
-    return None
+    return "".join(lines)
+
+
+def _read_call(text: str) -> ast.Call | None:
+    """Return the call that an expression is; None if it is something else."""
+    tree = parse(f"({text})")
+    node = tree.body[0] if tree is not None and len(tree.body) == 1 else None
+    return node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
 
 
 def _names_wait(frames: Sequence[FrameLine]) -> bool:
@@ -323,7 +334,7 @@ def _names_wait(frames: Sequence[FrameLine]) -> bool:
     if not frames:
         return False
     (frame, line), *_ = frames
-    places = find_places([(frame.f_code.co_filename, line, "")], with_conditions=False)
+    places = find_places([(frame.f_code.co_filename, line, "")])
     return bool(places) and re.search(r"\.wait\(", places[0].text) is not None
 
 

@@ -120,7 +120,8 @@ class RankState:
 
     rank: int
     status: str = "running"
-    """`running`, `finished` or `failed`; `silent` where the rank could not answer and only its stack is known."""
+    """`running`, `finished` or `failed`; `silent` where the rank could not answer and only its stack is known; `unseen`
+    where looking failed, with the reason as the error."""
     stack: tuple[Place, ...] = ()
     """Where its main thread was, innermost first, without what is inside PyTorch."""
     wait: Wait | None = None

@@ -40,6 +40,8 @@ class Situation:
         states: Mapping[int, RankState],
         died: Mapping[int, str] | None = None,
         silent: Mapping[int, str] | None = None,
+        *,
+        is_over: bool = True,
     ) -> None:
         """Find the operations.
 
@@ -47,7 +49,9 @@ class Situation:
             states: of the ranks that said something.
             died: ranks whose process ended by itself, each with how (`was killed by SIGKILL`).
             silent: why ranks said nothing, where that is known (`it is still starting`).
+            is_over: whether no rank goes on after this; else what is missing may yet come.
         """
+        self.is_over = is_over
         self.states = dict(sorted(states.items()))
         self.died, self.silent = dict(died or {}), dict(silent or {})
         self.waits: dict[int, Wait] = {

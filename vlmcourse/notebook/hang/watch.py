@@ -15,6 +15,7 @@ from types import TracebackType
 
 from vlmcourse.notebook.hang.diagnosis import diagnose
 from vlmcourse.notebook.hang.observer import SAMPLE_S, Observer, record_collectives
+from vlmcourse.notebook.hang.places import add_conditions
 from vlmcourse.notebook.hang.rank_state import RankState, read_states, to_json
 from vlmcourse.notebook.jobs import is_alive, write_private
 
@@ -80,10 +81,10 @@ class Watcher:
             raise
 
     def _look_for_ever(self) -> None:
-        before, since_s, told = self._observer.observe(with_conditions=False), time.monotonic(), ""
+        before, since_s, told = self._observer.observe(), time.monotonic(), ""
         while True:
             time.sleep(min(WATCH_EVERY_S, self._stall_s / 4))
-            now = self._observer.observe(with_conditions=False)
+            now = self._observer.observe()
             is_still = now.position == before.position and now.main_cpu_s - before.main_cpu_s < self._stall_s / 100
             if now.wait is None or not is_still:
                 before, since_s = now, time.monotonic()
@@ -121,7 +122,7 @@ class Watcher:
             states |= read_states({rank: self._folder / f"end-{rank}.json" for rank in ranks})
         silent = {rank: self._explain_silence(rank) for rank in ranks if rank not in states}
         died = {rank: text for rank, text in silent.items() if text == GONE}
-        found = diagnose(states, died, silent)
+        found = diagnose({rank: add_conditions(state) for rank, state in states.items()}, died, silent)
         if found is not None:
             print(f"hang.watch: no progress for {stalled_s:.0f} s: {found.text}", file=sys.stderr, flush=True)
 

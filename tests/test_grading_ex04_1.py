@@ -21,7 +21,7 @@ import pytest
 from ex04_1_answers import REFERENCE_CELLS, RIGHT_ANSWERS, WRONG_ANSWERS, Wrong
 from nbclient import NotebookClient
 
-from vlmcourse.grading import ex04_1, steps
+from vlmcourse.grading import checks, ex04_1, steps
 from vlmcourse.grading.process import QUIET_KERNEL, run_nbgrader
 from vlmcourse.grading.run import Marks, grade_submission, prepare_course
 
@@ -281,7 +281,7 @@ def test_visible_cases_do_not_give_the_hidden_ones_away(test_cells, capsys):
 
 
 def test_endless_answer_ends_and_earns_nothing(monkeypatch, capsys):
-    monkeypatch.setattr("vlmcourse.grading.checks.call.__kwdefaults__", {"limit_s": 0.2})
+    monkeypatch.setitem(checks.call.__kwdefaults__, "limit_s", 0.2)
 
     def endless(*_):
         while True:

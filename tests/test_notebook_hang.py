@@ -328,8 +328,10 @@ def test_one_transfer_that_takes_long_is_not_called_a_hang(kernel: Kernel) -> No
             def send():
                 time.sleep(5)
                 dist.send(x, 1 - rank)
-            threading.Thread(target=send).start()
+            sender = threading.Thread(target=send)
+            sender.start()
             dist.recv(torch.ones(3), 1 - rank)
+            sender.join(); dist.barrier()
             """,
             id="a thread sends",
         ),

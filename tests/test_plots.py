@@ -474,7 +474,8 @@ def test_one_more_forward_is_drawn_by_products_and_as_measured_and_repeats_with_
         marks = [np.asarray(line.get_data(), dtype=float)[ends][0] for line in axes.lines]
         assert {4 / 3, 1.41} <= set(marks)
         assert [tuple(part[:, ends]) for of in axes.collections for part in of.get_segments()] == expected
-        assert {"1.41", "4/3"} <= {text.get_text().split(": ")[-1] for text in axes.get_legend().get_texts()}
+        legend: Any = axes.get_legend() or axes.figure.legends[-1]
+        assert {"1.41", "4/3"} <= {text.get_text().split(": ")[-1] for text in legend.get_texts()}
 
 
 def test_kept_tensors_of_all_layers_are_drawn_to_one_scale_and_no_text_lies_in_another_panel() -> None:

@@ -42,7 +42,7 @@ from vlmcourse.train.activations import (
 )
 from vlmcourse.values import ConfigError
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 TOLERANCE = 1e-6
 """Recomputation does the same arithmetic again: relative length of a difference, parameter by parameter. Ranks add up
@@ -77,7 +77,7 @@ def alone() -> dict[str, dict[str, Any]]:
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every case of two ranks, run in one start."""
     folder = tmp_path_factory.mktemp("activations")
-    run_worker("activations_worker.py", str(folder), timeout_s=400)
+    run_worker("activations_worker.py", str(folder), timeout_s=600)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from ex04_3_facts import FACTS_RIGHT, FACTS_WRONG, WRONG_BIASES
+from ex04_3_grading import SEEDS, grade_choice, reasons
 from ex04_3_survivors import SURVIVORS_BY_REGION, SURVIVORS_RIGHT, SURVIVORS_WRONG
 from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
@@ -22,7 +23,6 @@ POINTS = {
     "ex04_3_c_hard": 3,
 }
 pytestmark = pytest.mark.timeout(120)
-SEEDS = {"visible": (1, 6), "hidden": (530417, 12)}
 
 
 def grade_facts(function, tests: str = "hidden") -> float:
@@ -33,15 +33,6 @@ def grade_survivors(function, tests: str = "hidden") -> float:
     seed, number = SEEDS[tests]
     plain = ex04_3.check_survivors(function, 2, seed, number)
     return plain + ex04_3.check_survivors(function, 3, seed + 1, number, edges=True)
-
-
-def grade_choice(function, tests: str = "hidden") -> float:
-    seed, number = SEEDS[tests]
-    return sum(ex04_3.check_choices(function, level, 3, seed, number) for level in ex04_3.LEVELS)
-
-
-def reasons(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("It looks as if")]
 
 
 @pytest.mark.parametrize("tests", SEEDS)

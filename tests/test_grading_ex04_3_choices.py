@@ -12,6 +12,7 @@ from ex04_3_choices import (
     no_headroom,
     search,
 )
+from ex04_3_grading import SEEDS, grade_choice, reasons
 
 from vlmcourse.grading import choice_feedback, ex04_3
 from vlmcourse.grading.choice_cases import Choice, make_choices
@@ -20,16 +21,6 @@ from vlmcourse.monitor.exponents import Exponents
 from vlmcourse.planner.formats import FORMATS
 
 pytestmark = pytest.mark.timeout(120)
-SEEDS = {"visible": (1, 6), "hidden": (530417, 12)}
-
-
-def grade_choice(function, tests: str = "hidden") -> float:
-    seed, number = SEEDS[tests]
-    return sum(ex04_3.check_choices(function, level, 3, seed, number) for level in ex04_3.LEVELS)
-
-
-def reasons(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("It looks as if")]
 
 
 @pytest.mark.parametrize("tests", SEEDS)

@@ -1,4 +1,4 @@
-"""What two or four ranks do for `test_train_accumulation.py`. Usage: accumulation_worker.py FOLDER.
+"""What two or four ranks do for `test_train_accumulation.py`. Usage: accumulation_worker.py FOLDER PART.
 
 Each rank writes recordings and counts to FOLDER/rank<r>.pt. The cases are also what the test runs on one process, as
 one big batch, for reference.
@@ -349,32 +349,40 @@ def recompute_under_hsdp(ranks: Ranks) -> dict[str, Any]:
     return found | {"ledger": run_ledger(FOUR_RANKS, ranks)}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, part: str) -> None:
     ranks = init_ranks(timeout_s=60)
     assert apply.is_engine is sync.is_engine
+    found = find_exact(ranks) if part == "exact" else find_rest(ranks)
+    torch.save(found, folder / f"rank{ranks.rank}.pt")
+    shutdown_ranks()
+
+
+def find_exact(ranks: Ranks) -> dict[str, Any]:
+    """Run the cases in float64."""
+    cases = TWO if ranks.world_size == 2 else FOUR
+    return {"exact": {name: run(case.exact(), ranks) for name, case in cases.items()}}
+
+
+def find_rest(ranks: Ranks) -> dict[str, Any]:
+    """Run the cases, with bugs and without, and count what is sent; on two ranks look at norms, on four at HSDP."""
     cases, bugs = (TWO, BUGS) if ranks.world_size == 2 else (FOUR, BUGS_OF_FOUR)
-    runs = {name: run(case, ranks) for name, case in cases.items()}
-    exact = {name: run(case.exact(), ranks) for name, case in cases.items()}
-    planted = {name: run_bug(cases[of], plant, ranks) for name, (of, plant) in bugs.items()}
+    found: dict[str, Any] = {"runs": {name: run(case, ranks) for name, case in cases.items()}}
+    found["bugs"] = {name: run_bug(cases[of], plant, ranks) for name, (of, plant) in bugs.items()}
     is_here = partial(lambda name: ("hsdp" in name or "pp" in name) == (ranks.world_size == 4))
-    counts = {
+    found["counts"] = {
         (name, steps): count_case(parallel, steps, ranks)
         for name, parallel in COUNTED.items()
         if is_here(name)
         for steps in ((2, 6) if "pp" in name else (1, 3))
     }
-    norms: dict[str, Any] = {}
-    if ranks.world_size == 2:
-        norms = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)}
-        norms["inputs"] = {name: normalize(name, ranks) for name in BATCH_NORM_INPUTS}
-        norms["records"] = {name: record_sync(build(Case(COUNTED[name], 4), ranks)) for name in ("fsdp", "fsdp, every")}
-        norms["drift"] = train_three_ways(ranks, 4, samples_per_step=4, micro_batch_size=1, measure_every=2)
-    found = {"runs": runs, "exact": exact, "bugs": planted, "counts": counts, "norms": norms, "recomputed": {}}
     if ranks.world_size == 4:
-        found["recomputed"] = recompute_under_hsdp(ranks)
-    torch.save(found, folder / f"rank{ranks.rank}.pt")
-    shutdown_ranks()
+        return found | {"recomputed": recompute_under_hsdp(ranks)}
+    norms: dict[str, Any] = {"errors": compare_norms(ranks), "statistics": check_statistics(ranks)}
+    norms["inputs"] = {name: normalize(name, ranks) for name in BATCH_NORM_INPUTS}
+    norms["records"] = {name: record_sync(build(Case(COUNTED[name], 4), ranks)) for name in ("fsdp", "fsdp, every")}
+    norms["drift"] = train_three_ways(ranks, 4, samples_per_step=4, micro_batch_size=1, measure_every=2)
+    return found | {"norms": norms}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

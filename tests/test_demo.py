@@ -8,7 +8,7 @@ import pytest
 from readme import ROOT, environment
 
 from vlmcourse.commands import demo
-from vlmcourse.commands.progress import heartbeat
+from vlmcourse.progress import heartbeat
 from vlmcourse.grading.run import CellMarks, Marks
 
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.nvme import check_swappable, clear_swap_folder, find_nvme_problem
-from vlmcourse.parallel.op_builds import can_build_everywhere, get_builder, load_op
+from vlmcourse.parallel.op_builds import find_build_problem, first_problem, get_builder, load_op
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.state_offload import OffloadConfig
 
@@ -40,6 +39,9 @@ def offload_settings(offload: OffloadConfig) -> dict[str, Any]:
     if offload.parameters == "nvme":
         # By default a billion elements stay in main memory: all of most models, and no file would ever be read.
         found["offload_param"] |= {"buffer_size": offload.buffer_elements, "max_in_cpu": 0}
+        # A weight keeps its buffer while it is whole. By default up to a billion elements stay whole, or are fetched
+        # ahead: a model with more weights than buffers would fail in its first forward.
+        found |= {f"stage3_{key}": 0 for key in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
     return found
 
 
@@ -54,7 +56,7 @@ def prepare_offload(optimizer: Optimizer, offload: OffloadConfig, ranks: Ranks) 
     Raises:
         ValueError: if offloading to files was asked for, and this machine or this model cannot.
         RuntimeError: if an operation cannot be compiled.
-    Communicates: where something is compiled, an all-reduce of 8 bytes and what `load_op` does.
+    Communicates: where something is compiled, an all-gather of texts and what `load_op` does.
     """
     check_nvme(offload, ranks)
     if offload.optimizer == "nvme":
@@ -63,7 +65,7 @@ def prepare_offload(optimizer: Optimizer, offload: OffloadConfig, ranks: Ranks) 
         clear_swap_folder(offload.nvme_path, ranks.rank)
     if offload.adam == "torch":
         return optimizer
-    problem = can_build_everywhere(ranks)
+    problem = first_problem(find_build_problem(), ranks)
     if problem:
         if ranks.is_main:
             logger.warning(
@@ -80,18 +82,14 @@ def check_nvme(offload: OffloadConfig, ranks: Ranks) -> None:
     Raises:
         ValueError: in one line, what is missing.
         RuntimeError: if an operation cannot be compiled.
-    Communicates: see `load_op`.
+    Communicates: an all-gather of texts, and what `load_op` does.
     """
     if not offload.uses_nvme:
         return
     files = get_builder("AsyncIOBuilder")
-    problem = can_build_everywhere(ranks)
-    if not problem:
-        mine = find_nvme_problem(offload.nvme_path, files)
-        is_missing = max_over_ranks([float(bool(mine))], ranks)[0] > 0
-        problem = (mine or "another rank's machine cannot write state to files") if is_missing else ""
+    problem = first_problem(find_build_problem() or find_nvme_problem(offload.nvme_path, files), ranks)
     if problem:
-        raise ValueError(f"rank {ranks.rank}: {offload}: {problem}")
+        raise ValueError(f"{offload} cannot be: {problem}")
     for builder in (get_builder("PinMemoryBuilder"), files):  # the second loads the first
         load_op(builder, ranks)
 

@@ -271,9 +271,9 @@ def load_engine(engine: Any, folder: Path) -> None:
     """
     if engine.zero_nvme_offload_optimizer() or any((folder / TAG).glob("offloaded_tensors")):
         raise ValueError(
-            f"the checkpoint {str(folder)!r} cannot be loaded with offload.optimizer = 'nvme', now or when it was saved: "
-            "DeepSpeed copies the files of the optimizer and leaves out Adam's count of steps and all that was too small "
-            "for a file; set offload.optimizer = 'cpu', and begin with a checkpoint that was saved so"
+            f"the checkpoint {str(folder)!r} cannot be loaded with offload.optimizer = 'nvme', now or when it was "
+            "saved: DeepSpeed copies the files of the optimizer and leaves out Adam's count of steps and all that was "
+            "too small for a file; set offload.optimizer = 'cpu', and begin with a checkpoint that was saved so"
         )
     path, _ = engine.load_checkpoint(str(folder), tag=TAG)
     if path is None:

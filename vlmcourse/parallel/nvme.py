@@ -63,8 +63,9 @@ def check_swap_files(files: SwapFiles, rank: int) -> None:
     if not files.weight_bytes or not files.moment_bytes:
         raise RuntimeError(
             f"rank {rank}: offload.optimizer = 'nvme', but {files} after the first step, of which "
-            f"{files.moment_bytes:,} are moments: weights and moments must be there; tensors below {SMALLEST_SWAPPED_BYTES:,} bytes are never "
-            "written: take a larger model or fewer ranks, or set offload.optimizer = 'cpu'"
+            f"{files.moment_bytes:,} are moments: weights and moments must be there; tensors below "
+            f"{SMALLEST_SWAPPED_BYTES:,} bytes are never written: take a larger model or fewer ranks, or set "
+            "offload.optimizer = 'cpu'"
         )
 
 

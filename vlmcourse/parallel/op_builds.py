@@ -23,7 +23,6 @@ import psutil
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.progress import heartbeat
 
@@ -145,14 +144,19 @@ def load_op(builder: Any, ranks: Ranks) -> Any:
     return loaded
 
 
-def can_build_everywhere(ranks: Ranks) -> str:
-    """Return why some rank's machine cannot compile, or "" if all can; the same verdict on every rank.
+def first_problem(mine: str, ranks: Ranks) -> str:
+    """Return the first problem that any rank has, with its number, or "" if none has; the same text on every rank.
 
-    Communicates: an all-reduce of 8 bytes.
+    Args:
+        mine: this rank's problem, or "".
+        ranks: this process's place; all ranks must call this.
+    Communicates: an all-gather of the texts.
     """
-    mine = find_build_problem()
-    is_missing = max_over_ranks([float(bool(mine))], ranks)[0] > 0
-    return (mine or "another rank's machine cannot compile") if is_missing else ""
+    everyone: list[Any] = [mine]
+    if ranks.world_size > 1:
+        everyone *= ranks.world_size
+        dist.all_gather_object(everyone, mine)
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(everyone) if problem), "")
 
 
 def _build(builder: Any, rank: int) -> Any:

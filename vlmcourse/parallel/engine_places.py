@@ -98,9 +98,7 @@ def check_engine_offload(engine: Any, offload: OffloadConfig, updated_by: str, r
         allowed = {"cpu", "nvme"} if wanted == "nvme" else {"cpu"} if wanted == "cpu" else {ranks.device.type}
         found += [f"{size:,} bytes of {what} on {at!r}" for at, size in held.items() if at not in allowed]
     if offload.pin_memory and not offload.is_plain and ranks.device.type == "cuda":
-        found += ["unlocked pages in main memory"] * any(
-            t.numel() and not _is_locked(t) for t in updated_tensors(engine)
-        )
+        found += ["unlocked pages in main memory"] * (not all(_is_locked(tensor) for tensor in _locked_tensors(engine)))
     if found:
         raise RuntimeError(
             f"{where}: the engine has {'; '.join(found)}: DeepSpeed took the setting and did something else; look at "
@@ -193,6 +191,12 @@ def _bytes_by_place(tensors: Iterable[Tensor]) -> dict[str, int]:
 
 def _without_empty(places: dict[str, int]) -> dict[str, int]:
     return {place: size for place, size in places.items() if size}
+
+
+def _locked_tensors(engine: Any) -> list[Tensor]:
+    """Return what DeepSpeed copies between a GPU and locked pages: fp32 weights (ZeRO-1, 2) or gradients (ZeRO-3)."""
+    is_sharded = engine.zero_optimization_stage() == 3
+    return [engine.optimizer.grad_partitions_flat_buffer] if is_sharded else updated_tensors(engine)
 
 
 def _is_locked(tensor: Tensor) -> bool:

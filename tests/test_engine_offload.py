@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,13 @@ import torch
 from offload_worker import NUM_STEPS, RUNS, WEIGHT_SEED
 from parity import Recording, build_trainer, check_parity, load, parity_config, record
 from ranks import run_worker
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from vlmcourse.config import ConfigError, TrainConfig, parse_config
 from vlmcourse.parallel.apply import apply_strategy
+from vlmcourse.parallel.engine_places import check_after_step, check_engine_offload
 from vlmcourse.parallel.engines import build_deepspeed_settings
+from vlmcourse.parallel.fsdp import build_offload_policy
 from vlmcourse.parallel.nvme import (
     SwapFiles,
     check_swap_files,
@@ -277,3 +282,52 @@ def test_a_model_too_small_for_files_is_refused() -> None:
     assert check_swappable([2**19, 2**18 - 1, 10], 2, 0) == 1
     with pytest.raises(ValueError, match=r"largest of 2 groups of weights has 1,048,572 bytes on each of 2 ranks"):
         check_swappable([2**19 - 2, 10], 2, 0)
+
+
+# --- Places, with the meta device in the place of a GPU's memory -----------------------------------------------------
+
+ON_META = Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("meta"), backend="none")
+
+
+def stub_engine(*, updated: str, moments: str, moves: bool = True) -> Any:
+    """Return what `engine_places` looks at in a ZeRO-2 engine; tensors lie on the devices named."""
+    part = torch.zeros(8, device=updated)
+    state = {key: torch.zeros(8, device=moments) for key in ("exp_avg", "exp_avg_sq")}
+    adam = torch.optim.AdamW([torch.nn.Parameter(part)])
+    adam.state[part] = state | {"step": torch.zeros(())}
+    optimizer = SimpleNamespace(cpu_offload=moves, single_partition_of_fp32_groups=[part], optimizer=adam)
+    module = torch.nn.Linear(2, 2, device="meta")
+    return SimpleNamespace(zero_optimization_stage=lambda: 2, module=module, optimizer=optimizer)
+
+
+def test_weights_that_stayed_on_the_device_are_refused() -> None:
+    offload = OffloadConfig(optimizer="cpu")
+    check_engine_offload(stub_engine(updated="cpu", moments="cpu"), offload, "AdamW", ON_META)
+    with pytest.raises(RuntimeError, match="the engine has 32 bytes of weights in the optimizer on 'meta': DeepSpeed"):
+        check_engine_offload(stub_engine(updated="meta", moments="cpu"), offload, "AdamW", ON_META)
+    with pytest.raises(RuntimeError, match="updates by 'AdamW' instead of 'DeepSpeedCPUAdam'"):
+        check_engine_offload(stub_engine(updated="cpu", moments="cpu"), offload, "DeepSpeedCPUAdam", ON_META)
+    with pytest.raises(RuntimeError, match="cpu_offload True instead of False; 32 bytes of weights .* on 'cpu'"):
+        check_engine_offload(stub_engine(updated="cpu", moments="cpu"), OffloadConfig(), "AdamW", ON_META)
+
+
+def test_moments_that_the_first_step_made_elsewhere_are_refused() -> None:
+    offload = OffloadConfig(optimizer="cpu")
+    check_after_step(stub_engine(updated="cpu", moments="cpu"), offload, ON_META)
+    check_after_step(stub_engine(updated="meta", moments="meta"), OffloadConfig(), ON_META)
+    with pytest.raises(RuntimeError, match="made moments of 64 bytes on 'meta', and they must lie on cpu"):
+        check_after_step(stub_engine(updated="cpu", moments="meta"), offload, ON_META)
+    empty = stub_engine(updated="cpu", moments="cpu")
+    empty.optimizer.optimizer.state.clear()
+    with pytest.raises(RuntimeError, match="made moments of no bytes"):
+        check_after_step(empty, offload, ON_META)
+
+
+def test_locked_pages_are_asked_of_a_gpu_only() -> None:
+    assert build_offload_policy(OffloadConfig(), ALONE) == OffloadPolicy()
+    both = OffloadConfig(optimizer="cpu", parameters="cpu")
+    assert build_offload_policy(both, ALONE) == CPUOffloadPolicy(pin_memory=False)
+    on_gpu = dataclasses.replace(ALONE, device=torch.device("cuda", 0))
+    assert build_offload_policy(both, on_gpu) == CPUOffloadPolicy(pin_memory=True)
+    unlocked = dataclasses.replace(both, pin_memory=False)
+    assert build_offload_policy(unlocked, on_gpu) == CPUOffloadPolicy(pin_memory=False)

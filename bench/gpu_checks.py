@@ -331,12 +331,10 @@ def check_nvme() -> str:
     """DeepSpeed's ZeRO-3 with its state in files gives the losses of one GPU; the run refuses itself without files."""
     with tempfile.TemporaryDirectory() as folder:
         in_files = {"offload__optimizer": "nvme", "offload__parameters": "nvme", "offload__nvme_path": folder}
-        small = {"model__preset": "small", "train__micro_batch_size": 2}
+        model: dict[str, Any] = {"model__preset": "small"}
+        one = train("single", 1, **model, train__micro_batch_size=4)
         try:
-            gap = largest_gap(
-                train("single", 1, **small | {"train__micro_batch_size": 4}),
-                train("deepspeed-zero3", 2, **small, **in_files),
-            )
+            gap = largest_gap(one, train("deepspeed-zero3", 2, **model, **in_files, train__micro_batch_size=2))
         except RuntimeError as error:
             if "libaio" in str(error) or "direct I/O" in str(error):
                 raise NotHereError(str(error).splitlines()[-1]) from error

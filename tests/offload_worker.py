@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from parity import AwkwardTrainer, Recording, awkward_samples, build_trainer, parity_config, record, small_shape
-from stub_ops import stub_ops
+from stub_ops import StubBuilder, stub_ops
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.models.vlm import VLM, build_model
-from vlmcourse.parallel import engine_offload, engines, fsdp
+from vlmcourse.parallel import engine_offload, engines, fsdp, op_builds
 from vlmcourse.parallel.engine_places import measure_state_places, swap_files
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
@@ -158,6 +158,14 @@ def large_shape() -> VLMShape:
     return dataclasses.replace(small, language=language)
 
 
+class LargeTrainer(Trainer):
+    """Trains a model of the large shape, whatever the configuration names."""
+
+    def _build_model(self) -> VLM:
+        self.shape = large_shape()
+        return super()._build_model()
+
+
 def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Train with state in files, written by a stand-in for libaio, and without; save, and try to go on."""
     config = parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers")
@@ -170,9 +178,9 @@ def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
         )
         offload = OffloadConfig(optimizer=place, parameters=place, **options)
         with stub_ops():
-            model = build_model(large_shape(), seed=WEIGHT_SEED)
+            model = build_model(large_shape(), seed=config.run.seed) if place == "none" else None  # else in shards
             of_run = dataclasses.replace(config, offload=offload)
-            trainer = Trainer(
+            trainer = LargeTrainer(
                 of_run, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False
             )
             found[key] = [trainer.train_step().loss for _ in range(2)]
@@ -219,6 +227,21 @@ def refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
     return said
 
 
+def build_together(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Let one rank build for all, with success and without; return what the others get."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
+    found: dict[str, Any] = {"said": ""}
+    target = op_builds.find_build_folder(StubBuilder.name)
+    try:
+        op_builds.load_op(StubBuilder(target, error=RuntimeError("line 1\nline 2: error")), ranks)
+    except RuntimeError as error:
+        found["said"] = str(error)
+    builder = StubBuilder(target, build_s=0.5)
+    found["loaded"] = op_builds.load_op(builder, ranks)
+    found["waited"] = (target / "stub.so").exists() and builder.num_loads == 1
+    return found
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found = {
@@ -228,6 +251,7 @@ def main(folder: Path) -> None:
         "nothing": offload_nothing(ranks),
         "refused": refuse(ranks, folder),
         "swap": swap(ranks, folder),
+        "together": build_together(ranks, folder),
     }
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

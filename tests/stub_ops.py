@@ -5,6 +5,7 @@ They do the same arithmetic and the same files, so that all of DeepSpeed around 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,28 @@ class StubAIO:
     """Stands for `async_io`."""
 
     aio_handle = StubHandle
+
+
+class StubBuilder:
+    """Stands for one of DeepSpeed's builders: builds for a moment, and can be told to fail."""
+
+    name = "stub"
+
+    def __init__(self, folder: Path, build_s: float = 0.0, error: Exception | None = None) -> None:
+        self.folder, self.build_s, self.error, self.num_loads = folder, build_s, error, 0
+
+    def sources(self) -> list[str]:
+        return ["one.cpp", "two.cpp"]
+
+    def load(self, verbose: bool) -> str:
+        self.num_loads += 1
+        if not (self.folder / "stub.so").exists():
+            (self.folder / "one.o").touch()
+            time.sleep(self.build_s)
+            if self.error is not None:
+                raise self.error
+            (self.folder / "stub.so").touch()
+        return "the operation"
 
 
 @contextmanager

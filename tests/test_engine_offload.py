@@ -127,6 +127,15 @@ def test_what_a_machine_cannot_do_is_refused_on_every_rank(found: list[dict[str,
 
 
 @pytest.mark.slow
+def test_one_rank_of_a_machine_compiles_for_all(found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        together = of_rank["together"]
+        assert together["loaded"] == "the operation" and together["waited"]
+        failed = "rank 1: the rank that builds 'stub' failed: line 2: error"
+        assert together["said"] == ("line 1\nline 2: error" if rank == 0 else failed)
+
+
+@pytest.mark.slow
 def test_state_in_files_trains_alike_and_its_files_are_counted(found: list[dict[str, Any]]) -> None:
     for rank, of_rank in enumerate(found):
         swap = of_rank["swap"]
@@ -279,9 +288,13 @@ def test_only_weights_and_moments_count_as_proof(tmp_path: Path) -> None:
 
 
 def test_a_model_too_small_for_files_is_refused() -> None:
-    assert check_swappable([2**19, 2**18 - 1, 10], 2, 0) == 1
+    assert check_swappable("optimizer", [2**19, 2**18 - 1, 10], 2, 0) == 1
     with pytest.raises(ValueError, match=r"largest of 2 groups of weights has 1,048,572 bytes on each of 2 ranks"):
-        check_swappable([2**19 - 2, 10], 2, 0)
+        check_swappable("optimizer", [2**19 - 2, 10], 2, 0)
+    with pytest.raises(
+        ValueError, match=r"offload.parameters = 'nvme': the largest of 1 weights has 8 bytes on each of 4"
+    ):
+        check_swappable("parameters", [8], 4, 0)
 
 
 # --- Places, with the meta device in the place of a GPU's memory -----------------------------------------------------

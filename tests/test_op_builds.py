@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from stub_ops import StubBuilder
 
 from vlmcourse.parallel import op_builds
 from vlmcourse.parallel.op_builds import (
@@ -24,28 +24,6 @@ from vlmcourse.parallel.op_builds import (
 from vlmcourse.parallel.ranks import Ranks
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
-
-
-class StubBuilder:
-    """Stands for one of DeepSpeed's builders: builds for a moment, and can be told to fail."""
-
-    name = "stub"
-
-    def __init__(self, folder: Path, build_s: float = 0.0, error: Exception | None = None) -> None:
-        self.folder, self.build_s, self.error, self.num_loads = folder, build_s, error, 0
-
-    def sources(self) -> list[str]:
-        return ["one.cpp", "two.cpp"]
-
-    def load(self, verbose: bool) -> str:
-        self.num_loads += 1
-        if not (self.folder / "stub.so").exists():
-            (self.folder / "one.o").touch()
-            time.sleep(self.build_s)
-            if self.error is not None:
-                raise self.error
-            (self.folder / "stub.so").touch()
-        return "the operation"
 
 
 @pytest.fixture

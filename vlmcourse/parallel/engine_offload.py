@@ -59,10 +59,14 @@ def prepare_offload(optimizer: Optimizer, offload: OffloadConfig, ranks: Ranks) 
     Communicates: where something is compiled, an all-gather of texts and what `load_op` does.
     """
     check_nvme(offload, ranks)
+    groups = [[_num_elements(p) for p in group["params"]] for group in optimizer.param_groups]
     if offload.optimizer == "nvme":
-        num_elements = [sum(_num_elements(p) for p in group["params"]) for group in optimizer.param_groups]
-        check_swappable(num_elements, ranks.world_size, ranks.rank)
+        check_swappable("optimizer", [sum(of_group) for of_group in groups], ranks.world_size, ranks.rank)
         clear_swap_folder(offload.nvme_path, ranks.rank)
+    if offload.parameters == "nvme":
+        check_swappable(
+            "parameters", [elements for of_group in groups for elements in of_group], ranks.world_size, ranks.rank
+        )
     if offload.adam == "torch":
         return optimizer
     problem = first_problem(find_build_problem(), ranks)

@@ -69,28 +69,30 @@ def check_swap_files(files: SwapFiles, rank: int) -> None:
         )
 
 
-def check_swappable(group_elements: Sequence[int], world_size: int, rank: int) -> int:
+def check_swappable(key: str, num_elements: Sequence[int], world_size: int, rank: int) -> int:
     """Refuse a model of which nothing would be written, before an engine starts.
 
     Args:
-        group_elements: trainable elements of each group of the optimizer; a rank's part of a group is one tensor.
-        world_size: ranks that share each group.
+        key: of the section [offload]: optimizer or parameters.
+        num_elements: of each tensor that is written as one, over all ranks: for the optimizer a group of weights, for
+            parameters a weight.
+        world_size: ranks that share each of them.
         rank: this one.
 
     Returns:
-        How many groups are large enough to be written; the others stay in main memory.
+        How many are large enough to be written; the others stay in main memory.
 
     Raises:
         ValueError: if none is.
     """
-    sizes = [-(-elements // world_size) * 4 for elements in group_elements]
+    sizes = [-(-elements // world_size) * 4 for elements in num_elements]
     num_swapped = sum(size >= SMALLEST_SWAPPED_BYTES for size in sizes)
     if not num_swapped:
+        what = "groups of weights" if key == "optimizer" else "weights"
         raise ValueError(
-            f"rank {rank}: offload.optimizer = 'nvme': the largest of {len(sizes)} groups of weights has "
-            f"{max(sizes, default=0):,} bytes on each of {world_size} ranks, and DeepSpeed never writes less than "
-            f"{SMALLEST_SWAPPED_BYTES:,}: no file would appear; take a larger model or fewer ranks, or set "
-            "offload.optimizer = 'cpu'"
+            f"rank {rank}: offload.{key} = 'nvme': the largest of {len(sizes)} {what} has {max(sizes, default=0):,} "
+            f"bytes on each of {world_size} ranks, and DeepSpeed never writes less than {SMALLEST_SWAPPED_BYTES:,}: no "
+            f"file would appear; take a larger model or fewer ranks, or set offload.{key} = 'cpu'"
         )
     return num_swapped
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -118,17 +119,15 @@ def load_op(builder: Any, ranks: Ranks) -> Any:
         StaleLockError: if a killed build's lock would let this one wait without end.
         RuntimeError: if the build fails, on the rank that builds with what the compiler said; on the others with its
             last line.
-    Communicates: a barrier; then a few bytes through the ranks' store, which waits longer than collectives may.
+    Communicates: an all-gather of a few bytes, and a few through the ranks' store, which waits longer than that.
     """
-    builds = ranks.local_rank == 0
     if ranks.world_size == 1:
         return _build(builder, ranks.rank)
     store: Any = dist.distributed_c10d._get_default_store()
-    key = f"vlmcourse/op/{builder.name}/{ranks.rank - ranks.local_rank}"
-    if builds:
-        store.delete_key(key)  # of an earlier attempt
-    dist.barrier()
-    if not builds:
+    names: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(names, uuid.uuid4().hex)  # of this attempt: a rank may still read of the one before
+    key = f"vlmcourse/{builder.name}/{names[ranks.rank - ranks.local_rank]}"
+    if ranks.local_rank != 0:
         said = _wait_for_build(store, key, ranks)
         if said:
             raise RuntimeError(f"rank {ranks.rank}: the rank that builds {builder.name!r} failed: {said}")

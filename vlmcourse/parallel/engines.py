@@ -69,10 +69,10 @@ def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
 class EngineOptimizer:
     """Stands where a Trainer has an optimizer, and lets the engine clip, update and forget its gradients."""
 
-    def __init__(self, engine: Any, check_first_step: Callable[[], None]) -> None:
+    def __init__(self, engine: Any, check_first_step: Callable[[], None] | None = None) -> None:
         """Stand for an engine's optimizer; `check_first_step` is called once, when there are moments to look at."""
         self.engine = engine
-        self._check_first_step: Callable[[], None] | None = check_first_step
+        self._check_first_step = check_first_step
         self.grad_norm = float("nan")
         """L2 norm of the whole gradient of the last step, before clipping, equal on every rank."""
 
@@ -131,8 +131,9 @@ def start_deepspeed(
     plain = model if splits_weights(model) else model.to(ranks.device)
     engine = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)[0]
     check_deepspeed(engine, stage, ranks)
-    if stage:
-        check_engine_offload(engine, config.offload, updated_by, ranks)
+    if stage == 0:
+        return engine, EngineOptimizer(engine)
+    check_engine_offload(engine, config.offload, updated_by, ranks)
     return engine, EngineOptimizer(engine, partial(check_after_step, engine, config.offload, ranks))
 
 

@@ -76,25 +76,30 @@ def batches_as_they_come(samples: Sequence[Sample], micro_batch_size: int) -> li
     return _collate(groups, PAD_MULTIPLE)
 
 
-def batches_of_few_shapes(samples: Sequence[Sample], tile_budget: int, pad_multiple: int = 64) -> list[Batch]:
-    """Return batches of samples with equally many tiles, as many of them as the budget allows.
+def batches_of_few_shapes(
+    samples: Sequence[Sample], micro_batch_size: int, pad_multiple: int = 32, seed: int = 0
+) -> list[Batch]:
+    """Return batches of the same samples, each of samples with equally many tiles: grouping by length.
 
-    All of a bucket's batches have one shape but the last, which may be smaller. Rows are padded to a larger multiple,
-    so that the text changes their length less often: that is the price.
+    Rows are padded to a larger multiple, so that text changes their length less often. All batches of a bucket have
+    one shape, but for its last, which may be smaller. The price: more padding, a largest batch of large pictures only,
+    and batches that are less of a mixture.
 
     Args:
         samples: each is in one batch.
-        tile_budget: tiles of a batch at most, but a sample with more has a batch of its own.
+        micro_batch_size: samples of a batch.
         pad_multiple: of tokens, that rows are padded to.
+        seed: of the order of the batches.
     """
     buckets: dict[int, list[Sample]] = {}
     for sample in samples:
         buckets.setdefault(tiles_of(sample), []).append(sample)
-    groups = []
-    for num_tiles, members in sorted(buckets.items()):
-        size = max(1, tile_budget // num_tiles)
-        groups += [members[i : i + size] for i in range(0, len(members), size)]
-    random.Random(0).shuffle(groups)
+    groups = [
+        members[i : i + micro_batch_size]
+        for members in buckets.values()
+        for i in range(0, len(members), micro_batch_size)
+    ]
+    random.Random(seed).shuffle(groups)
     return _collate(groups, pad_multiple)
 
 
@@ -120,9 +125,11 @@ def record_steps(batches: Sequence[Batch], num_layers: int = 6) -> AllocTrace:
     check_counts(1, num_batches=len(batches))
     model = build_model(fragmentation_shape(num_layers), seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
+    # Copies, made before anything is recorded: the recorder must not see the batches that the caller keeps alive.
+    waiting = [_copy(batch) for batch in batches]
     with AllocRecorder(model, optimizer) as recorder:
         for i in range(len(batches)):
-            batch = _copy(batches[i])
+            batch = waiting.pop(0)
             recorder.mark(
                 f"step {i}: {len(batch.sample_ids)} samples, {sum(batch.tiles_per_sample)} tiles, "
                 f"{batch.input_ids_BS.shape[1]} tokens"

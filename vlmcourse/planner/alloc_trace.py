@@ -110,11 +110,14 @@ class AllocTrace:
 
 
 def _peak_of_step(events: Sequence[AllocEvent]) -> int:
-    """Return the most bytes that a step has added to what was there before it."""
+    """Return the most bytes that a step's forward and backward have added to what was there before it.
+
+    What its update makes is left out: the first step's makes the optimizer's state, however small its batch is.
+    """
     sizes: dict[int, int] = {}
     total = peak = 0
     for event in events:
-        if event.kind == ALLOC:
+        if event.kind == ALLOC and event.phase != "update":
             sizes[event.key] = event.size_bytes
             total += event.size_bytes
             peak = max(peak, total)

@@ -245,7 +245,7 @@ def compare_remedies(
 
     Args:
         trace: of steps on batches as they come.
-        bucketed: of steps on the same samples in batches of a few shapes; that row is left out without it.
+        bucketed: of steps on the same samples in batches of a few shapes; its rows are left out without it.
         max_split_size_mb: of the row with that setting.
 
     Returns:
@@ -261,6 +261,7 @@ def compare_remedies(
     }
     if bucketed is not None:
         cases["batches of a few shapes"] = (bucketed, "")
+        cases["a few shapes, largest first"] = (bucketed.with_largest_step_first(), "")
     return tuple(measure_remedy(name, *case) for name, case in cases.items())
 
 

@@ -20,7 +20,7 @@ from vlmcourse.models.vlm import build_model
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.planner.alloc_trace import ALLOC, FREED, GIVE, MARK, AllocTrace
 from vlmcourse.planner.allocator_settings import AllocatorSettings
-from vlmcourse.planner.fragmentation import compare_remedies, replay, smallest_device
+from vlmcourse.planner.fragmentation import Remedy, compare_remedies, replay
 
 NUM_LAYERS = 2
 
@@ -29,6 +29,11 @@ NUM_LAYERS = 2
 def trace() -> AllocTrace:
     """Of three steps on two samples each, of different numbers of tiles."""
     return record_steps(batches_as_they_come(mixed_resolutions(6, seed=3), 2), NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def rows(trace: AllocTrace) -> tuple[Remedy, ...]:
+    return compare_remedies(trace.scaled(256))
 
 
 def live_by_owner(trace: AllocTrace, end: int) -> Counter[str]:
@@ -91,27 +96,27 @@ def test_samples_have_the_tiles_that_their_batches_hold_and_each_is_in_one_batch
         assert tuple(by_id[i] for i in batch.sample_ids) == batch.tiles_per_sample
 
 
-def test_a_real_trace_runs_and_remedies_change_what_is_reserved(trace: AllocTrace) -> None:
+def test_a_real_trace_runs_and_remedies_change_what_is_reserved(trace: AllocTrace, rows: tuple[Remedy, ...]) -> None:
     scaled = trace.scaled(256)
     run = replay(scaled)
     assert run.end_map.problems() == [] and run.refusal is None
     assert run.peak_allocated_bytes >= scaled.peak_requested_bytes()
-    rows = {row.name: row for row in compare_remedies(scaled)}
-    assert rows["expandable_segments:True"].peak_reserved_bytes < rows["nothing"].peak_reserved_bytes
-    assert rows["empty_cache() before every step"].num_device_calls > 2 * rows["nothing"].num_device_calls
+    named = {row.name: row for row in rows}
+    assert named["expandable_segments:True"].peak_reserved_bytes < named["nothing"].peak_reserved_bytes
+    assert named["empty_cache() before every step"].num_device_calls > 2 * named["nothing"].num_device_calls
     assert run.end_map.by_owner().keys() >= {"weights", "optimizer"}
 
 
-def test_figures_of_a_real_trace_say_what_they_show(trace: AllocTrace) -> None:
+def test_figures_of_a_real_trace_say_what_they_show(trace: AllocTrace, rows: tuple[Remedy, ...]) -> None:
     scaled = trace.scaled(256)
-    short = replay(scaled, device_bytes=smallest_device(scaled) - 32 * 2**20)
+    short = replay(scaled, device_bytes=rows[0].smallest_device_bytes - 32 * 2**20)
     grown = replay(scaled, AllocatorSettings(expandable_segments=True))
     assert short.refusal is not None
     figures: list[Figure] = [
         plots.plot_memory_map(short.refusal.map, "map", request_bytes=short.refusal.requested_bytes),
         plots.plot_memory_over_time({"short": short, "expandable": grown}, "time"),
         plots.plot_refusal(short.refusal, "refusal"),
-        plots.plot_remedies(compare_remedies(scaled), "remedies"),
+        plots.plot_remedies(rows, "remedies"),
     ]
     for figure in figures:
         figure.draw_without_rendering()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 from vlmcourse.monitor.cuda_snapshot import SnapshotError, read_map, read_settings, read_trace, trace_entries
@@ -81,10 +82,11 @@ def compare_with_simulator(
     """
     real, real_map = read_trace(snapshot, device), read_map(snapshot, device)
     settings = settings or read_settings(snapshot)
-    addresses = iter([entry["addr"] for entry in trace_entries(snapshot, device) if entry["action"] == "segment_alloc"])
+    taken = [entry["addr"] for entry in trace_entries(snapshot, device) if entry["action"] == "segment_alloc"]
+    addresses = chain(taken, count(2**60, 2**42))  # more than the real one took, where the two part
     simulator = CachingAllocator(settings, device_bytes)
     if not settings.expandable_segments:
-        simulator = CachingAllocator(settings, device_bytes, lambda _: next(addresses, 2**60))
+        simulator = CachingAllocator(settings, device_bytes, lambda _: next(addresses))
     gaps = []
     for i, (event, reserved) in enumerate(zip(real.trace.events, real.reserved_bytes, strict=True)):
         try:

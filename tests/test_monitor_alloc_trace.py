@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 
 from vlmcourse import plots
@@ -126,9 +127,9 @@ def test_figures_of_a_real_trace_say_what_they_show(trace: AllocTrace, rows: tup
             assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
     names = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert {"weights", "optimizer", "activations", "free (size in MiB)"} <= set(names)
-    drawn = sum(patch.get_width() for patch in figures[0].axes[0].patches)  # type: ignore[attr-defined]
-    whole = (short.refusal.map.reserved_bytes + short.refusal.requested_bytes) / 2**20
-    assert drawn == pytest.approx(whole)
+    boxes = [c for c in figures[0].axes[0].collections if isinstance(c, PatchCollection)]
+    drawn = sum(path.get_extents().width for box in boxes for path in box.get_paths())
+    assert drawn == pytest.approx(short.refusal.map.reserved_bytes / 2**20)
     assert any("out of memory at a request of" in axes.get_title("left") for axes in figures[1].axes)
 
 

@@ -257,6 +257,15 @@ def test_expandable_segments_give_back_whole_pages_in_the_middle_and_fill_them_f
     assert [action for action, _, _ in allocator.actions] == ["segment_map"] * 3 + ["segment_unmap", "segment_map"]
 
 
+def test_a_free_block_that_can_grow_is_kept_for_larger_requests() -> None:
+    allocator = allocator_of(EXPANDABLE)
+    allocator.malloc(0, 30 * MIB)
+    allocator.malloc(1, 35 * MIB)
+    allocator.free(0)  # 30 MiB between neighbours, and 15 at the end, behind which more can be mapped
+    allocator.malloc(2, 12 * MIB)
+    assert sizes(allocator.memory_map()) == [[(12, "a"), (18, "f"), (35, "a"), (15, "f")]]
+
+
 def test_small_expandable_pages_have_2_mib_and_a_range_without_memory_is_forgotten() -> None:
     allocator = allocator_of(EXPANDABLE, 100)
     allocator.malloc(0, MIB)

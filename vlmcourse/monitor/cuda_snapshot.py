@@ -205,7 +205,7 @@ def read_trace(snapshot: Mapping[str, Any], device: int = 0) -> RealTrace:
             if entry["addr"] not in live:
                 raise SnapshotError(
                     f"event {i} frees a block of {size_bytes} bytes that the trace never saw: it began too late, or "
-                    "has lost its oldest events; call record_history() before the first allocation, and with more entries"
+                    "has lost its oldest events; record before the first allocation, and with more entries"
                 )
             events.append(AllocEvent(FREED, live.pop(entry["addr"])))
             reserved_after.append(reserved)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -48,13 +49,8 @@ def plot_memory_map(found: MemoryMap, title: str, num_rows: int = 12, request_by
     row_mib = max(1.0, found.reserved_bytes / MIB / num_rows)
     has_request = request_bytes is not None
     figure, axes = new_figure(1.7 + 0.33 * (num_rows + 1.4 * has_request))
-    offset = 0.0
-    for segment in found.segments:
-        start = offset
-        for block in segment.blocks:
-            _draw_block(axes, block, offset, row_mib)
-            offset += block.size_bytes / MIB
-        _frame(axes, start, offset, row_mib)
+    _draw_blocks(axes, found, row_mib)
+    _draw_borders(axes, found, row_mib)
     ticks = list(range(num_rows))
     labels = [f"{row * row_mib / 1024:.2f}" for row in ticks]
     lowest = num_rows - 0.4
@@ -96,32 +92,39 @@ def _pieces(start: float, end: float, row: float) -> list[tuple[int, float, floa
     return found
 
 
-def _draw_block(axes: Axes, block: BlockView, offset: float, row_mib: float) -> None:
-    colour, hatch = _style(block)
-    is_hole = block.state == FREE
-    pieces = _pieces(offset, offset + block.size_bytes / MIB, row_mib)
-    for row, x, width in pieces:
-        line = 0.0 if width < 0.002 * row_mib else 0.4
-        edge = HOLE_EDGE if is_hole else "white"
-        box = Rectangle((x, row - ROW_HEIGHT / 2), width, ROW_HEIGHT, facecolor=colour, edgecolor=edge, lw=line)
-        box.set_hatch(hatch)
-        axes.add_patch(box)
-    row, x, width = max(pieces, key=lambda piece: piece[2])
-    if is_hole and width > NAMED_FRACTION * row_mib:  # the whole hole's size, once, wherever it is widest
-        text, label = f"{block.size_bytes / MIB:,.0f}", {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-        axes.text(x + width / 2, row, text, ha="center", va="center", fontsize=6.5, bbox=label)
+def _draw_blocks(axes: Axes, found: MemoryMap, row_mib: float) -> None:
+    """Draw all blocks, those of one style at once: there are thousands."""
+    boxes: dict[tuple[str, str], list[Rectangle]] = {}
+    offset = 0.0
+    for block in found.blocks():
+        pieces = _pieces(offset, offset + block.size_bytes / MIB, row_mib)
+        offset += block.size_bytes / MIB
+        for row, x, width in pieces:
+            boxes.setdefault(_style(block), []).append(Rectangle((x, row - ROW_HEIGHT / 2), width, ROW_HEIGHT))
+        row, x, width = max(pieces, key=lambda piece: piece[2])
+        if block.state == FREE and width > NAMED_FRACTION * row_mib:  # the whole hole's size, where it is widest
+            text, label = f"{block.size_bytes / MIB:,.0f}", {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            axes.text(x + width / 2, row, text, ha="center", va="center", fontsize=6.5, bbox=label, zorder=4)
+    for (colour, hatch), of_style in boxes.items():
+        edge = HOLE_EDGE if colour == HOLE[0] else "white"
+        axes.add_collection(
+            PatchCollection(of_style, facecolor=colour, edgecolor=edge, hatch=hatch, lw=0.3), autolim=False
+        )
 
 
-def _frame(axes: Axes, start: float, end: float, row_mib: float) -> None:
-    """Draw the border of a segment, open where it goes on in another row."""
-    pieces = _pieces(start, end, row_mib)
-    for i, (row, x, width) in enumerate(pieces):
-        low, high = row - ROW_HEIGHT / 2, row + ROW_HEIGHT / 2
-        for y in (low, high):
-            axes.plot([x, x + width], [y, y], color="black", lw=0.7, zorder=3)
-        for at, is_drawn in ((x, i == 0), (x + width, i == len(pieces) - 1)):
-            if is_drawn:
-                axes.plot([at, at], [low, high], color="black", lw=1.2, zorder=3, solid_capstyle="butt")
+def _draw_borders(axes: Axes, found: MemoryMap, row_mib: float) -> None:
+    """Draw the borders of segments, open where one goes on in another row."""
+    sides, ends = [], []
+    offset = 0.0
+    for segment in found.segments:
+        pieces = _pieces(offset, offset + segment.size_bytes / MIB, row_mib)
+        offset += segment.size_bytes / MIB
+        for row, x, width in pieces:
+            sides += [[(x, y), (x + width, y)] for y in (row - ROW_HEIGHT / 2, row + ROW_HEIGHT / 2)]
+        for row, x in ((pieces[0][0], pieces[0][1]), (pieces[-1][0], pieces[-1][1] + pieces[-1][2])):
+            ends.append([(x, row - ROW_HEIGHT / 2), (x, row + ROW_HEIGHT / 2)])
+    axes.add_collection(LineCollection(sides, colors="black", linewidths=0.7, zorder=3), autolim=False)
+    axes.add_collection(LineCollection(ends, colors="black", linewidths=1.3, zorder=3), autolim=False)
 
 
 def _draw_request(axes: Axes, size_mib: float, row: float) -> None:

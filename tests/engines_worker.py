@@ -6,7 +6,9 @@ Each rank trains the small model of the parity tests under every engine and writ
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ RUNS = {
     "deepspeed-zero3, tied embeddings": ("deepspeed-zero3", "tied embeddings", 1),
 }
 """Name -> strategy, case of the parity tests, accumulation steps."""
+RESUMED_AS = {"accelerate-deepspeed-zero1": "deepspeed-zero1", "deepspeed-zero2": "accelerate-deepspeed-zero2"}
+"""Strategies whose checkpoint the same engine loads that has been started in the other way."""
 NUM_STEPS = 3
 SAVED_STEP = 2
 WEIGHT_SEED = 100
@@ -52,14 +56,17 @@ def run(name: str, ranks: Ranks, strategy: str | None = None) -> Recording:
 
 def resume(strategy: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Save after some steps, go on, and go on again in a new trainer with other weights."""
-    config = parity_config(strategy, 2, ranks.world_size, "all towers")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder), name=strategy))
+    config, later = (
+        parity_config(each, 2, ranks.world_size, "all towers") for each in (strategy, RESUMED_AS.get(strategy, strategy))
+    )
+    run = dataclasses.replace(config.run, output_dir=str(folder), name=strategy)
+    config, later = dataclasses.replace(config, run=run), dataclasses.replace(later, run=run)
     first = build(config, ranks, WEIGHT_SEED)
     for _ in range(SAVED_STEP):
         first.train_step()
     first.save()
     expected = [first.train_step().loss for _ in range(2)]
-    second = build(config, ranks, WEIGHT_SEED + 7)
+    second = build(later, ranks, WEIGHT_SEED + 7)
     step = second.resume()
     found: dict[str, Any] = {"step": step, "expected": expected}
     found["losses"] = [second.train_step().loss for _ in range(2)]
@@ -112,12 +119,46 @@ def share_nothing(ranks: Ranks) -> str:
     return ""
 
 
+def start_with_variables(ranks: Ranks) -> dict[str, Any]:
+    """Start DeepSpeed through accelerate in an environment that asks it for something else."""
+    import accelerate
+
+    os.environ.update({"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"})
+    mine = accelerate.PartialState(cpu=True)
+    before, kind = dict(os.environ), mine.distributed_type
+    try:
+        engine: Any = build(parity_config("accelerate-deepspeed-zero2", 2, 2, "all towers"), ranks, WEIGHT_SEED).model
+        is_same = dict(os.environ) == before and accelerate.PartialState().distributed_type == kind
+        return {"is_same": is_same, "stage": engine.zero_optimization_stage()}
+    finally:
+        os.environ.pop("ACCELERATE_USE_CPU")
+        os.environ.pop("ACCELERATE_USE_FSDP")
+        accelerate.PartialState._reset_state()
+
+
+def fall_back(ranks: Ranks) -> str:
+    """Start DeepSpeed through an accelerator on CPU as its documentation says; return what is said."""
+    import accelerate
+
+    theirs = accelerate.Accelerator
+    accelerate.Accelerator = partial(theirs, cpu=True)
+    try:
+        build(parity_config("accelerate-deepspeed-zero3", 2, 2, "all towers"), ranks, WEIGHT_SEED)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        accelerate.Accelerator = theirs
+    return ""
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Any] = {name: run(name, ranks) for name in RUNS}
-    found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in (*DEEPSPEED, "accelerate-ddp")}
+    found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in ENGINES}
     found["elsewhere"] = resume_elsewhere(folder, ranks)
     found["nan"] = find_a_nan(ranks)
+    found["variables"] = start_with_variables(ranks)
+    found["fallback"] = fall_back(ranks)
     found["whole"] = share_nothing(ranks)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

@@ -99,6 +99,9 @@ class ParallelConfig:
     """pp only: measure the layers in the first steps, and move them between ranks where that makes steps faster."""
     vision_stages: int = 0
     """Pipeline stages for the vision tower alone; 0 lets it share stages with language layers."""
+    deepspeed_config: str = ""
+    """DeepSpeed's strategies only: a ds_config.json to take its settings from, instead of those made from this file.
+    What both say must agree; 'auto' in it is filled in from here."""
     timeout_s: float = 60.0
     """Seconds that a rank waits for the others before it fails. Raise it where rank 0 alone is busy for longer, as in
     removing an old checkpoint of a large model, or where ranks finish an evaluation far apart."""

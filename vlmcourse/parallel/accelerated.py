@@ -86,7 +86,12 @@ def start_through_accelerate(model: nn.Module, optimizer: Optimizer, settings: M
         # zero3_init_flag would build every later model of this process in shards.
         plugin = DeepSpeedPlugin(hf_ds_config=dict(settings), zero3_init_flag=False)
         group = InitProcessGroupKwargs(backend=ranks.backend)
-        accelerator = Accelerator(mixed_precision="no", deepspeed_plugin=plugin, kwargs_handlers=[group])
+        accelerator = Accelerator(
+            mixed_precision="no",
+            gradient_accumulation_steps=settings["gradient_accumulation_steps"],
+            deepspeed_plugin=plugin,
+            kwargs_handlers=[group],
+        )
         engine = accelerator.prepare(model, optimizer)[0]
         _check(accelerator, engine, "DEEPSPEED", DeepSpeedEngine, ranks)
     return engine

@@ -223,8 +223,14 @@ only stage 3 reads it; leave it out",
 INCONSISTENT += [
     (
         {**zero(stage=3), "gradient_predivide_factor": 2.0},
-        "gradient_predivide_factor = 2.0 with stage = 3 and reduce_scatter = true: gradients are summed first there; set "
-        "reduce_scatter to false, or leave it out",
+        "gradient_predivide_factor = 2.0 with stage = 3 and reduce_scatter = true: gradients are summed first there; "
+        "set reduce_scatter to false, or leave it out",
+    ),
+]
+INCONSISTENT += [
+    (
+        zero(stage=1, allgather_bucket_size=4999),
+        "zero_optimization.allgather_bucket_size = 4999 with stage = 1: it must be a multiple of 2; make it even",
     ),
 ]
 AGAINST_THE_RUN: list[tuple[dict[str, Any], str]] = [

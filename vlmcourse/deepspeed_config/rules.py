@@ -154,7 +154,7 @@ def _unread(values: Values) -> list[str]:
 
 
 def _scaling(values: Values) -> list[str]:
-    """Name what a reduce-scatter of gradients cannot do: from stage 2 on DeepSpeed refuses it when ranks have started."""
+    """Name what a reduce-scatter of gradients cannot do: from stage 2 on DeepSpeed refuses it, when ranks run."""
     stage = values[f"{ZERO}.stage"]
     if stage < 2 or not values[f"{ZERO}.reduce_scatter"]:
         return []
@@ -166,8 +166,16 @@ def _scaling(values: Values) -> list[str]:
     ]
 
 
+def _buckets(values: Values) -> list[str]:
+    """Name a size that ZeRO-1 and 2 cannot align."""
+    size, stage = values[f"{ZERO}.allgather_bucket_size"], values[f"{ZERO}.stage"]
+    if stage not in (1, 2) or size % 2 == 0:
+        return []
+    return [f"{ZERO}.allgather_bucket_size = {size} with stage = {stage}: it must be a multiple of 2; make it even"]
+
+
 RULES_OF_ANY_STAGE: tuple[Callable[[Values], list[str]], ...] = (_precisions,)
-RULES = (*RULES_OF_ANY_STAGE, _offload, _unread, _scaling)
+RULES = (*RULES_OF_ANY_STAGE, _offload, _unread, _scaling, _buckets)
 
 
 # --- With the run -----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ FILES: dict[str, dict[str, Any]] = {
         **AUTO,
         "prescale_gradients": True,
         "zero_optimization": {
-            **{"stage": 2, "reduce_scatter": False, "round_robin_gradients": True, "parameter_alignment": True},
+            **{"stage": 2, "reduce_scatter": False, "parameter_alignment": True},
             **{"overlap_comm": True, "use_multi_rank_bucket_allreduce": False, "ignore_unused_parameters": True},
             **SMALL_BUCKETS,
         },

@@ -311,6 +311,11 @@ True: the model does not call deepspeed.checkpointing, so nothing reads it; leav
 samples only here; choose 'fsdp' with parallel.tp",
     ),
     (
+        zero(round_robin_gradients=True),
+        "zero_optimization.round_robin_gradients = True: whole gradients cannot be gathered under it "
+        "(safe_get_full_grad of DeepSpeed 0.19.8 fails); leave it out",
+    ),
+    (
         zero(zero_quantized_weights=True),
         "zero_optimization.zero_quantized_weights = True: gather weights as 8-bit \
 integers (qwZ); no run here does that, and it is not tested; leave it out",

@@ -74,7 +74,7 @@ _ZERO = {
     ),
     "ignore_unused_parameters": Key("bool", True, ENGINE, "go on where a parameter took no part in the loss, stage 2"),
     "legacy_stage1": Key("bool", False, OFF, "an old stage 1 that DeepSpeed has taken out"),
-    "round_robin_gradients": Key("bool", False, ENGINE, "spread the copying of gradients to the CPU between the ranks"),
+    "round_robin_gradients": Key("bool", False, OFF, "spread the copying of gradients to the CPU between the ranks"),
     "parameter_alignment": Key(
         "bool", False, ENGINE, "let each parameter begin at a multiple of 16 bytes, stages 1, 2"
     ),

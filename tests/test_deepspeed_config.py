@@ -476,18 +476,18 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_explains_a_file_and_then_says_what_is_wrong(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["deepspeed", "right.json", "--config", "run.toml", "--nproc", "2"]) == 0
+    assert cli.main(["explain", "right.json", "--config", "run.toml", "--nproc", "2"]) == 0
     said = capsys.readouterr().out
     assert "zero_optimization.reduce_bucket_size" in said and "auto" in said
-    assert cli.main(["deepspeed", "wrong.json", "--config", "run.toml"]) == 2
+    assert cli.main(["explain", "wrong.json", "--config", "run.toml"]) == 2
     said = capsys.readouterr()
     assert "wrong.json has 2 problems" in said.err and "zero_optimization.stage" in said.out
-    assert cli.main(["deepspeed", "wrong.json", "--json"]) == 2
+    assert cli.main(["explain", "wrong.json", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert len(found["problems"]) == 1 and found["keys"][0]["name"] == "zero_optimization.stage"
-    assert cli.main(["deepspeed", "right.json", "--nproc", "2"]) == 2
+    assert cli.main(["explain", "right.json", "--nproc", "2"]) == 2
     assert "with --config" in capsys.readouterr().err
-    assert cli.main(["deepspeed", "right.json", "--all"]) == 0
+    assert cli.main(["explain", "right.json", "--all"]) == 0
     assert "aio.block_size" in capsys.readouterr().out
 
 

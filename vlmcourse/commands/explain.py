@@ -1,4 +1,4 @@
-"""`vlmcourse deepspeed FILE`: a ds_config.json explained key by key, and all that is wrong with it.
+"""`vlmcourse explain FILE`: a ds_config.json explained key by key, and all that is wrong with it.
 
 With `--config` it is read for a run: 'auto' is filled in, and what the two say differently is listed.
 """

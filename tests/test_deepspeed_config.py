@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmcourse import cli
-from vlmcourse.config import ConfigError, TrainConfig, parse_config
+from vlmcourse.config import ConfigError, parse_config
 from vlmcourse.deepspeed_config import (
     Run,
     check_deepspeed_file,
@@ -497,8 +497,3 @@ def test_train_refuses_a_file_before_any_rank_starts(files: Path, capsys: pytest
     assert "wrong.json has 2 problems" in said and "set the strategy to 'deepspeed-zero2'" in said
     assert cli.main(["train", "run.toml", "--nproc", "2", "--deepspeed", "none.json"]) == 2
     assert "There is no file 'none.json'" in capsys.readouterr().err
-
-
-def test_configurations_compare() -> None:
-    config: TrainConfig = make_run().config
-    assert config.parallel.deepspeed_config == ""

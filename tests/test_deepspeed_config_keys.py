@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import importlib
 import inspect
@@ -223,4 +222,3 @@ def test_a_run_is_not_changed_by_reading() -> None:
     config = parse_config({"parallel": {"strategy": "deepspeed-zero1"}})
     assert resolve_deepspeed(written, Run(config))["zero_optimization"] == {"stage": 1}
     assert written == {"zero_optimization": {"stage": "auto"}}
-    assert dataclasses.is_dataclass(config)

@@ -84,8 +84,8 @@ PART_GRADIENT = (
     "rank's gradient. Sum over the ranks as well"
 )
 SHIFTED = (
-    "numbers are put back {places} place(s) too {where}: shares padded to one size hold numbers that are no weights; "
-    "drop the padding, of the whole or of each parameter as you put it in"
+    "numbers are put back {places} place(s) too {where}: put a share back where it was cut, and drop the padding there "
+    "where you put it in"
 )
 OTHER_WEIGHTS = "weights are not those of torch.optim.AdamW on the mean of the ranks' gradients: {where}"
 LIBRARY = "ZeroRedundancyOptimizer is what you are to write: use plain collectives"

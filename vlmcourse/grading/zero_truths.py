@@ -209,7 +209,7 @@ def find_fits(weights: Sequence[Tensor], paths: Mapping[str, list[Tensor]]) -> l
 def read_codes(case: ZeroCase, got: Tensor, paths: Mapping[str, list[Tensor]]) -> str:
     """Return a code for each trained number at the end.
 
-    RIGHT, UNMOVED, BEHIND or OTHER; the digit of the rank whose gradient alone gives it; for a gradient of one rank over the
+    RIGHT, UNMOVED, BEHIND or OTHER; the digit of the rank whose gradient alone gives it; for one rank's gradient over the
     number of ranks, a letter, "a" for rank 0.
     """
     start = flatten(list(make_params(case)))
@@ -228,12 +228,20 @@ def read_codes(case: ZeroCase, got: Tensor, paths: Mapping[str, list[Tensor]]) -
 
 
 def find_shift(got: Tensor, expected: Tensor, reach: int = 8) -> int:
-    """Return by how many places numbers stand too late (negative: too early), where most wrong ones do; else 0."""
+    """Return by how many places numbers stand too late (negative: too early), where most wrong ones do; else 0.
+
+    Shares of several ranks may be off by different numbers of places; the smallest is returned.
+    """
     wrong = ((got - expected).abs() > TOLERANCE).nonzero().flatten()
-    for shift in (step * sign for step in range(1, reach + 1) for sign in (1, -1)):
-        places = wrong - shift
-        inside = (places >= 0) & (places < len(expected))
-        same = (got[wrong[inside]] - expected[places[inside]]).abs() <= TOLERANCE
-        if len(wrong) > 4 and int(same.sum()) > 0.6 * len(wrong):
-            return shift
+    for sign in (1, -1):
+        explained, shifts = torch.zeros(len(wrong), dtype=torch.bool), list[int]()
+        for shift in (sign * step for step in range(1, reach + 1)):
+            places = wrong - shift
+            inside = (places >= 0) & (places < len(expected))
+            there = expected[places.clamp(0, len(expected) - 1)]
+            same = inside & ((got[wrong] - there).abs() <= TOLERANCE) & ~explained
+            shifts += [shift] if int(same.sum()) > 4 else []
+            explained |= same
+        if shifts and int(explained.sum()) > 0.6 * len(wrong):
+            return shifts[0]
     return 0

@@ -209,8 +209,8 @@ def find_fits(weights: Sequence[Tensor], paths: Mapping[str, list[Tensor]]) -> l
 def read_codes(case: ZeroCase, got: Tensor, paths: Mapping[str, list[Tensor]]) -> str:
     """Return a code for each trained number at the end.
 
-    RIGHT, UNMOVED, BEHIND or OTHER; the digit of the rank whose gradient alone gives it; for one rank's gradient over the
-    number of ranks, a letter, "a" for rank 0.
+    RIGHT, UNMOVED, BEHIND or OTHER; the digit of the rank whose gradient alone gives it; where that is divided by the
+    number of ranks besides, a letter, "a" for rank 0.
     """
     start = flatten(list(make_params(case)))
     named = [(RIGHT, paths["right"][-1]), (UNMOVED, start), (BEHIND, paths["right"][-2])]

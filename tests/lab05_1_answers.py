@@ -453,6 +453,13 @@ class OwnersReduceOnly(Owners):
                 p.grad /= self.n
 
 
+class LeavesThemFlat(Owners):
+    def share(self):
+        super().share()
+        for p in self.params:
+            p.data = p.data.flatten()
+
+
 class Fails(Owners):
     def share(self):
         raise KeyError("weights")
@@ -503,12 +510,12 @@ WRONG: dict[type, tuple[float, str]] = {
     DecayForgotten: (0, "weight decay is missing"),
     BetasSwapped: (0, "the betas are swapped"),
     HalfTheRate: (0, "weights are not those of torch.optim.AdamW"),
-    CountsCalls: (6, "by the number of calls of step()"),
+    CountsCalls: (6.67, "by the number of calls of step()"),
     NoCorrection: (0, "the bias of the moments is not corrected"),
     MomentsForgotten: (0, "moments begin anew in every step"),
     KeepsGradients: (0, "zero_grad() must drop them"),
-    ZeroesGradients: (6, "moved on by its momentum"),
-    TrainsFrozen: (4, "the parameter with requires_grad=False was changed"),
+    ZeroesGradients: (6.67, "moved on by its momentum"),
+    TrainsFrozen: (3.33, "the parameter with requires_grad=False was changed"),
     DropsTheRemainder: (0, "what is left over when N does not divide is dropped"),
     PaddingLeftIn: (0, "drop the padding"),
     SharesOverlap: (0, "place(s) too"),
@@ -517,11 +524,15 @@ WRONG: dict[type, tuple[float, str]] = {
     SumsTheWeights: (9, "are enough: average each gradient once"),
     NotQuiteEqual: (9, "differ between ranks in their last bits"),
     Nothing: (0, "no number moves on any rank"),
+    LeavesThemFlat: (0, "update parameters in place"),
     Fails: (0, "KeyError: 'weights'"),
     NeverEnds: (0, "computed without end"),
     Library: (0, "ZeroRedundancyOptimizer is what you are to write"),
 }
 """By class: points of 10, and words that are said."""
+
+ALSO_ON_THREE = (HoldsAll, NeverShares, HalfTheRate, Decays, WrongOwner, DropsTheRemainder, SharesOverlap, SendsMoments)
+"""Wrong answers that look another way, or could, where ranks are neither two nor a divisor of anything."""
 
 OUT_OF_ORDER = (OwnOrder, OwnersReduceOnly)
 """Collectives that do not belong together meet; gloo may abort a rank for it, also later, so they have a start of their

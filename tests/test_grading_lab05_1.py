@@ -8,14 +8,15 @@ import cloudpickle
 import lab05_1_answers
 import pytest
 import torch
-from lab05_1_answers import OUT_OF_ORDER, RIGHT, WRONG
+from lab05_1_answers import ALSO_ON_THREE, OUT_OF_ORDER, RIGHT, WRONG
 
 from vlmcourse.grading import lab05_1
-from vlmcourse.grading.pair_ranks import run_answers
+from vlmcourse.grading.pair_ranks import AnswerReports, run_answers
 from vlmcourse.grading.zero_cases import STATE_BYTES, make_params, make_zero_cases
 from vlmcourse.grading.zero_truths import MISTAKES, TOLERANCE, Update, find_fits, is_same, make_paths, play
 
-CASES = [*make_zero_cases(5, 2, 3), *make_zero_cases(5, 3, 2)]
+ON_TWO, ON_THREE = make_zero_cases(5, 2, 3), make_zero_cases(5, 3, 2)
+CASES = [*ON_TWO, *ON_THREE]
 ONLY_IN_SKIPPED = ("zeros", "decays_without", "calls")
 """Mistakes that a parameter without a gradient is needed to see."""
 
@@ -24,8 +25,11 @@ pytestmark = pytest.mark.timeout(600)  # on an idle machine the ranks of all ans
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
-    """What every answer came to, by its name; all are run in one start of two ranks and one of three."""
-    return run([*RIGHT, *WRONG], CASES)
+    """What every answer came to, by its name: all are run in one start of two ranks, some in one of three."""
+    found = run([*RIGHT, *WRONG], ON_TWO)
+    for name, more in run([*RIGHT, *ALSO_ON_THREE], ON_THREE).items():
+        found[name].cases += more.cases
+    return found
 
 
 def run(answers: list[Any], cases: list[Any]) -> dict[str, Any]:
@@ -52,7 +56,8 @@ def test_a_right_optimizer_in_any_style_gets_all_points(answer: Any, reports: di
 
 @pytest.mark.parametrize("answer", WRONG, ids=lambda answer: answer.__name__)
 def test_a_wrong_optimizer_is_told_its_mistake(answer: Any, reports: dict[str, Any], capsys: Any) -> None:
-    points = lab05_1.grade_optimizer(reports[answer.__name__], 10, len(CASES))
+    num_cases = len(CASES) if answer in ALSO_ON_THREE else len(ON_TWO)
+    points = lab05_1.grade_optimizer(reports[answer.__name__], 10, num_cases)
     said = capsys.readouterr()
     most, words = WRONG[answer]
     assert words in said.out and not said.err, said.out
@@ -66,9 +71,21 @@ def test_collectives_in_another_order_on_each_rank_are_told_so(capsys: Any) -> N
         assert "the same collectives in the same order" in said, (name, said)
 
 
-def test_what_fails_or_never_ends_on_two_ranks_is_not_started_on_three(reports: dict[str, Any]) -> None:
+def test_after_a_case_that_fails_or_never_ends_no_other_is_run(reports: dict[str, Any]) -> None:
     for name in ("Fails", "NeverEnds"):
-        assert [case.case.world_size for case in reports[name].cases] == [2], name
+        assert [case.case for case in reports[name].cases] == ON_TWO[:1], name
+
+
+def test_a_mistake_is_named_only_where_it_gives_the_cases_of_all_numbers_of_ranks(
+    reports: dict[str, Any], capsys: Any
+) -> None:
+    # On two ranks half the learning rate is what averaging the weights gives too.
+    cases = reports["HalfTheRate"].cases
+    words = "weights are averaged over the ranks"
+    lab05_1.grade_optimizer(AnswerReports(cases=cases[: len(ON_TWO)]), 10, len(ON_TWO))
+    assert words in capsys.readouterr().out
+    lab05_1.grade_optimizer(AnswerReports(cases=cases), 10, len(CASES))
+    assert words not in capsys.readouterr().out
 
 
 def test_the_update_played_right_is_that_of_torch_and_each_mistake_differs() -> None:

@@ -74,6 +74,7 @@ class ZeroRun(Run):
             _backward(params, make_gradients(case, step, self.rank))
             with CollectiveCounter() as counter:
                 optimizer.step()
+            _check_params(case, params)
             calls.append(counter.calls)
             weights.append(flatten(list(params)))
         kept_bytes = measure_kept_bytes([*params, *weights, *(p.grad for p in params if p.grad is not None)])
@@ -118,6 +119,16 @@ def _backward(params: list[nn.Parameter], gradients: list[Tensor | None]) -> Non
     """Add this rank's gradients to what is in `grad`, as a backward pass does."""
     pairs = [(p, g) for p, g in zip(params, gradients, strict=True) if g is not None]
     torch.autograd.backward([p * 1 for p, _ in pairs], [g.clone() for _, g in pairs])
+
+
+def _check_params(case: ZeroCase, params: list[nn.Parameter]) -> None:
+    """Raise a ValueError where a parameter no longer has its shape or type."""
+    for index, (parameter, shape) in enumerate(zip(params, case.shapes, strict=True)):
+        if tuple(parameter.shape) != shape or parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {index} has shape {list(parameter.shape)} and type {parameter.dtype} after step(): it must "
+                f"keep {list(shape)} and torch.float32; update parameters in place"
+            )
 
 
 def measure_kept_bytes(not_counted: Iterable[Tensor]) -> int:

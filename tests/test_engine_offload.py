@@ -188,6 +188,8 @@ def test_what_a_strategy_can_offload_is_taken(strategy: str, offload: dict[str, 
         ("zero2", CPU, "'zero2' keeps all weights on the device from forward to backward"),
         ("auto", CPU, "'auto' may choose one that moves nothing off the device"),
         ("accelerate-ddp", CPU, "leaves its state to accelerate"),
+        ("accelerate-deepspeed-zero3", CPU, "leaves its state to accelerate"),
+        ("deepspeed-zero0", {"optimizer": "cpu"}, "has whole optimizer state on every rank"),
         ("deepspeed-zero3", {"parameters": "cpu"}, "as a second copy of the same shards, and nothing would be saved"),
         (
             "deepspeed-zero3",
@@ -217,6 +219,11 @@ def test_other_precisions_and_axes_are_refused() -> None:
     with pytest.raises(ConfigError, match="'zero2' keeps all weights"):
         zero2 = parse_config({"parallel": {"strategy": "zero2"}}).parallel
         apply_strategy(torch.nn.Linear(2, 2), zero2, ALONE, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
+
+
+def test_a_file_of_the_users_and_the_section_are_not_mixed() -> None:
+    with pytest.raises(ConfigError, match="an engine is given that file alone; leave the file out, or"):
+        parse_config({"parallel": {"strategy": "deepspeed-zero3", "deepspeed_config": "ds.json"}, "offload": CPU})
 
 
 def test_deepspeeds_settings_say_what_is_offloaded() -> None:

@@ -18,7 +18,7 @@ PLACES = ("none", "cpu", "nvme")
 ADAMS = ("torch", "deepspeed")
 CHOICES: dict[str, tuple[str, ...]] = {"optimizer": PLACES, "parameters": PLACES, "adam": ADAMS}
 """What texts of an `OffloadConfig` may be of which there are a few."""
-OFFLOADING = (*(strategy for strategy, stage in DEEPSPEED.items() if stage > 0), "fsdp")
+OFFLOADING = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "fsdp")
 """Strategies that can move weights or optimizer state off the device."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 """Values of train.precision whose weights are fp32 and whose optimizer is PyTorch's own: those offloaded here."""
@@ -121,6 +121,11 @@ class OffloadConfig:
             return [
                 f"{self}: parallel.strategy = {strategy!r} {_why_not(strategy)}; choose 'fsdp' or 'deepspeed-zero3'"
             ]
+        if parallel.deepspeed_config:
+            return [
+                f"{self} with parallel.deepspeed_config = {parallel.deepspeed_config!r}: an engine is given that file "
+                "alone; leave the file out, or [offload]"
+            ]
         found = self._refused_by_fsdp(parallel) if strategy == "fsdp" else self._refused_by_engine(strategy)
         if precision not in PRECISIONS:
             found.append(
@@ -176,6 +181,8 @@ def _why_not(strategy: str) -> str:
         return "keeps all weights on the device from forward to backward"
     if strategy == "hsdp":
         return "adds up gradients of several copies, which is not tested from main memory"
+    if strategy == "deepspeed-zero0":
+        return "has whole optimizer state on every rank, and DeepSpeed would not read this"
     if strategy.startswith("accelerate"):
         return "leaves its state to accelerate, which is not told of [offload]"
     return "has whole weights and the optimizer on the device, and nothing that moves them"

@@ -24,11 +24,10 @@ from vlmcourse.models.vlm import VLM
 from vlmcourse.presets import VLMShape
 
 
-def build_in_shards(deepspeed: Any, settings: dict[str, Any], shape: VLMShape, seed: int, rank: int) -> VLM:
+def build_in_shards(settings: dict[str, Any], shape: VLMShape, seed: int, rank: int) -> VLM:
     """Build a model in shards of ZeRO-3, with the weights of a plain model of the same seed.
 
     Args:
-        deepspeed: the package, imported for the ranks' devices, their process group joined.
         settings: of the engine that will train the model; they say where shards lie.
         shape: what to build.
         seed: of the weights.
@@ -41,6 +40,8 @@ def build_in_shards(deepspeed: Any, settings: dict[str, Any], shape: VLMShape, s
         RuntimeError: if a parameter was not cut up.
     Communicates: for each module, an all-gather of its weights and a broadcast of them from rank 0, twice.
     """
+    import deepspeed  # for the ranks' devices, and in their process group, already
+
     with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.float32):
         model = VLM(shape)
 

@@ -29,7 +29,7 @@ from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.engines import build_sharded, splits_weights, start_deepspeed
+from vlmcourse.parallel.engines import build_sharded, builds_in_shards, splits_weights, start_deepspeed
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -155,7 +155,7 @@ class Trainer:
     def _build_model(self) -> VLM:
         """Build the plain model; a rank that gets its shards from rank 0 needs no weights of its own."""
         layout = self.place.layout
-        if DEEPSPEED.get(self.parallel.strategy) == 3:
+        if builds_in_shards(self.parallel):
             return build_sharded(self.shape, self.config, self.ranks)
         # Where tp or pp cut the model as well, each rank cuts its part out of whole weights.
         gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main

@@ -37,6 +37,11 @@ QUESTIONS = {
     "layered": "one layer at a time?",
 }
 """What the tree asks at each level."""
+BEFORE = {
+    "none": "Everything on the device",
+    "optimizer": "All but the optimizer's state on the device",
+    "optimizer+parameters": "Units of weights with one fetched ahead",
+}
 HOMES = ("device", "main memory", "files")
 
 
@@ -213,10 +218,10 @@ def _why_this(levels: tuple[Level, ...], chosen: Level) -> str:
         "optimizer+parameters": "with weights and gradients off it too, whole units of them passing through,",
         "layered": "with a layer at a time passing through",
     }[chosen.name]
-    files = f" and {show_bytes(chosen.nvme_bytes)} of files" if chosen.home == "files" else ""
+    files = f", and {show_bytes(chosen.nvme_bytes)} of files" if chosen.home == "files" else ""
     return (
-        f"Level {before.name} would need {show_bytes(before.device_bytes or 0)} there; {moved} {need}, and a node "
-        f"{show_bytes(chosen.node_bytes)}{files} of its {show_bytes(chosen.node_limit_bytes)} of main memory."
+        f"{BEFORE[before.name]} would take {show_bytes(before.device_bytes or 0)}; {moved} {need}, and a node "
+        f"{show_bytes(chosen.node_bytes)} of its {show_bytes(chosen.node_limit_bytes)} of main memory{files}."
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import socket
 import sys
@@ -95,6 +96,23 @@ def shutdown_ranks() -> None:
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
+
+
+def group_timeout_s(group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds that a collective of a group may take now.
+
+    It is the group's own limit: that of `init_ranks` counts only for the call that has made the group, and a notebook's
+    cell may have changed it since.
+
+    Args:
+        group: None is all ranks.
+
+    Returns:
+        The shortest of its backends; infinite where there is no group to wait for.
+    """
+    live = group or (dist.group.WORLD if dist.is_initialized() else None)
+    backends = [live._get_backend(device) for device in live._device_types] if live is not None else []
+    return min((backend.options._timeout.total_seconds() for backend in backends), default=math.inf)
 
 
 def _join_group(rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:

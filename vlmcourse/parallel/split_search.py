@@ -192,8 +192,7 @@ class SplitSearch:
     def _try(self, width: int) -> None:
         """Fix the cuts one after another, and play what is left at the end."""
         bounds = [
-            _Bound(counts, self.paths.weigh(counts, self.allowed), self.turn)
-            for counts in self._in_time(self.mixtures)
+            _Bound(counts, self.paths.weigh(counts, self.allowed), self.turn) for counts in self._in_time(self.mixtures)
         ]
         edges = np.full((1, self.num_stages + 1), -1)
         edges[0, 0], edges[0, -1] = 0, self.num_layers

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel import moving, parcels
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
-from vlmcourse.parallel.apply import check_strategy, fingerprint
+from vlmcourse.parallel.apply import check_strategy
 from vlmcourse.parallel.clipping import clip_over_stages
 from vlmcourse.parallel.comm import gather_full, local_part
 from vlmcourse.parallel.layer_times import LayerTimes
@@ -42,6 +42,7 @@ from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, group_timeout_s, init_ranks, shutdown_ranks
 from vlmcourse.parallel.timeline import Action, gather_actions
+from vlmcourse.parallel.verify import fingerprint
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import build_optimizer

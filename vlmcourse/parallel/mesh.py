@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
-from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.ranks import Ranks, share_mesh
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
 
@@ -74,7 +74,7 @@ class Place:
 
 
 def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = None) -> Place:
-    """Spread the ranks over the axes of `config` and make the process groups of each axis.
+    """Spread the ranks over the axes of `config`; places of one layout share the process groups of each axis.
 
     Args:
         config: the degrees.
@@ -84,7 +84,7 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
     Raises:
         ValueError: if the degrees do not fit the number of ranks or the model, or the strategy is still auto; before
             anything is sent.
-    Communicates: on several ranks, what PyTorch's groups need to find each other.
+    Communicates: see `share_mesh`.
     """
     check_usable(config)
     layout = find_layout(config, ranks.world_size)
@@ -92,5 +92,5 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
         check_shape_divides(config, shape)
     mesh = None
     if config.strategy not in WHOLE_WEIGHTS or config.tp * config.cp * config.pp > 1:
-        mesh = init_device_mesh(ranks.device.type, layout.sizes, mesh_dim_names=AXES)
+        mesh = share_mesh(ranks, layout.sizes, AXES)
     return Place(layout, ranks.rank, mesh)

@@ -99,6 +99,7 @@ def disagree(ranks: Ranks) -> dict[str, str]:
     other = dataclasses.replace(find_place(ParallelConfig(tp=2), ranks), rank=1 - ranks.rank)
     return {
         "strategy": say(lambda: apply_strategy(build(), (ddp, fsdp)[ranks.rank], ranks)),
+        "strategies of places": say(lambda: find_place((ddp, fsdp)[ranks.rank], ranks)),
         "one wrong": say(lambda: apply_strategy(build(), (ddp, ParallelConfig(tp=3))[ranks.rank], ranks)),
         "blocks": say(lambda: apply_strategy(build(ranks.rank), fsdp, ranks)),
         "frozen": say(lambda: apply_strategy(frozen, ddp, ranks)),

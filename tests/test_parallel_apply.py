@@ -62,6 +62,7 @@ def test_a_strategy_is_applied_once(found: list[dict[str, Any]], name: str) -> N
 
 DISAGREE = {
     "strategy": "parallel.strategy is 'ddp' on rank 0 and 'fsdp' on rank 1",
+    "strategies of places": "parallel.strategy is 'ddp' on rank 0 and 'fsdp' on rank 1",
     "one wrong": "parallel.strategy is 'ddp' on rank 0 and 'single' on rank 1",
     "blocks": "blocks.2.",
     "frozen": "trained on rank 0 and",

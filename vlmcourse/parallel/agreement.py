@@ -6,11 +6,6 @@ something else wait for each other until the time limit ends them, or send bytes
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-from typing import Any
-
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.models.vlm import VLM
+from vlmcourse.parallel.comm import check_alike
+from vlmcourse.parallel.mesh import describe_config
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import is_engine
@@ -59,36 +56,15 @@ def check_agreement(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> N
 
     Raises:
         ValueError: on all ranks, naming those that differ from rank 0 and in what.
-    Communicates: an all-gather of 64 letters; only where these differ, one of names and shapes.
+    Communicates: see `check_alike`.
     """
-    if ranks.world_size == 1 or not dist.is_initialized():
-        return
-    mine = _describe(model, config)
-    if len(set(_gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
-        return
-    everyone = _gather(mine)
-    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    first, other = everyone[0], everyone[others[0]]
-    keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-    raise ValueError(
-        f"rank {ranks.rank}: rank(s) {', '.join(map(str, others))} distribute something else than rank 0, in "
-        f"{len(keys)} thing(s); the first: {keys[0]} is {first.get(keys[0], 'not there')} on rank 0 and "
-        f"{other.get(keys[0], 'not there')} on rank {others[0]}. All ranks must call with the same configuration and "
-        "a model of the same shape, frozen alike"
-    )
+    check_alike(_describe(model, config), ranks)
 
 
 def _describe(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
     """Return by name what must be alike; values in words."""
-    found = {f"parallel.{field.name}": repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    found["the model"] = find_distributed(model) or "plain"
+    found = describe_config(config) | {"the model": find_distributed(model) or "plain"}
     for name, parameter in model.named_parameters() if found["the model"] == "plain" else ():
         state = "trained" if parameter.requires_grad else "frozen"
         found[name] = f"{tuple(parameter.shape)}, {parameter.dtype}, {state}"
-    return found
-
-
-def _gather(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
     return found

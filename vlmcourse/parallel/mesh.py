@@ -7,12 +7,14 @@ process: `Layout.table` and, with a model, `planner.grid.share_table`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
+from vlmcourse.parallel.comm import check_alike
 from vlmcourse.parallel.ranks import Ranks, share_mesh
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
@@ -82,10 +84,11 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
         shape: of the model; what the degrees must divide is then checked too.
 
     Raises:
-        ValueError: if the degrees do not fit the number of ranks or the model, or the strategy is still auto; before
-            anything is sent.
-    Communicates: see `share_mesh`.
+        ValueError: on all ranks, if one has another configuration; if the degrees do not fit the number of ranks or
+            the model, or the strategy is still auto.
+    Communicates: see `check_alike` and `share_mesh`.
     """
+    check_alike(describe_config(config), ranks)  # first: a refusal of one rank alone would let the others wait
     check_usable(config)
     layout = find_layout(config, ranks.world_size)
     if shape is not None:
@@ -94,3 +97,8 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
     if config.strategy not in WHOLE_WEIGHTS or config.tp * config.cp * config.pp > 1:
         mesh = share_mesh(ranks, layout.sizes, AXES)
     return Place(layout, ranks.rank, mesh)
+
+
+def describe_config(config: ParallelConfig) -> dict[str, str]:
+    """Return the fields of a configuration by name, in words."""
+    return {f"parallel.{field.name}": repr(getattr(config, field.name)) for field in dataclasses.fields(config)}

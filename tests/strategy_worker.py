@@ -77,13 +77,14 @@ def check_models(ranks: Ranks) -> dict[str, list[str]]:
 def apply_twice(ranks: Ranks) -> dict[str, str]:
     """Distribute models that are distributed already."""
     found = {}
-    for name, first, second in (
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("ddp", {"strategy": "ddp"}, {"strategy": "ddp"}),
         ("fsdp", {"strategy": "fsdp"}, {"strategy": "fsdp"}),
         ("fsdp, then ddp", {"strategy": "fsdp"}, {"strategy": "ddp"}),
         ("tp", {"tp": 2}, {"tp": 2}),
         ("pp", {"pp": 2}, {"pp": 2}),
-    ):
+    ]
+    for name, first, second in cases:
         model = apply_strategy(build(), ParallelConfig(**first), ranks, None, token_loss_sum)
         found[name] = say(lambda model=model, how=second: apply_strategy(model, ParallelConfig(**how), ranks))
     inside: Any = unwrap(apply_strategy(build(), ParallelConfig(**CP), ranks))
@@ -112,8 +113,8 @@ def count_groups(ranks: Ranks) -> list[int]:
     """Return how many process groups there are after each of some models with the layouts of those before."""
     found = []
     for _ in range(3):
-        for how in ({"tp": 2}, {"strategy": "fsdp", "cp": 2}):
-            apply_strategy(build(), ParallelConfig(**how), ranks)
+        for how in (ParallelConfig(tp=2), ParallelConfig(strategy="fsdp", cp=2)):
+            apply_strategy(build(), how, ranks)
         apply_fsdp(build(), ranks)
         found.append(len(dist.distributed_c10d._world.pg_map))
     return found

@@ -221,7 +221,7 @@ def _check_part(model: nn.Module, config: ParallelConfig, layout: Layout, ranks:
     if config.strategy in ("ddp", "zero1", "accelerate-ddp"):
         if not is_ddp:
             raise RuntimeError(f"{where}: the model is a {type(model).__name__}, not a DistributedDataParallel")
-        check_equal_weights(model.module, ranks)
+        check_equal_weights(plain, ranks)
     elif config.strategy in SHARDED:
         check_sharding(model, config, layout, ranks, where)
     elif is_ddp or isinstance(model, FSDPModule):

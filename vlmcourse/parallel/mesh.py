@@ -100,5 +100,6 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
 
 
 def describe_config(config: ParallelConfig) -> dict[str, str]:
-    """Return the fields of a configuration by name, in words."""
-    return {f"parallel.{field.name}": repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    """Return the fields of a configuration that must be alike on all ranks by name, in words: all but a file's path."""
+    names = [field.name for field in dataclasses.fields(config) if field.name != "deepspeed_config"]
+    return {f"parallel.{name}": repr(getattr(config, name)) for name in names}

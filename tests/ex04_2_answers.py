@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -39,6 +40,13 @@ def batch_by_loop(micro_batch, accumulation, num_gpus, tp=1, pp=1, cp=1):
     return sum(micro_batch for _ in range(accumulation) for _ in range(num_gpus))
 
 
+def batch_by_decimals(micro_batch, accumulation, num_gpus, tp, pp, cp):
+    samples = Decimal(micro_batch) * accumulation * num_gpus / (tp * pp * cp)
+    if num_gpus % (tp * pp * cp):
+        raise ValueError("degrees")
+    return samples
+
+
 def batch_by_tensor(*args):
     micro_batch, accumulation, num_gpus, *degrees = args
     share = math.prod(degrees)
@@ -47,7 +55,7 @@ def batch_by_tensor(*args):
     return torch.tensor([micro_batch, accumulation, num_gpus // share]).prod()
 
 
-RIGHT_BATCHES = (batch_by_division, batch_by_fraction, batch_by_loop, batch_by_tensor)
+RIGHT_BATCHES = (batch_by_division, batch_by_fraction, batch_by_loop, batch_by_decimals, batch_by_tensor)
 
 
 def _checked(formula):
@@ -55,6 +63,15 @@ def _checked(formula):
         if num_gpus % (tp * pp * cp):
             raise ValueError("does not divide")
         return formula(micro_batch, accumulation, num_gpus, tp, pp, cp)
+
+    return function
+
+
+def _refused_by(is_wrong):
+    def function(micro_batch, accumulation, num_gpus, tp, pp, cp):
+        if is_wrong(num_gpus, tp, pp, cp):
+            raise ValueError("does not divide")
+        return micro_batch * accumulation * (num_gpus // (tp * pp * cp))
 
     return function
 
@@ -81,6 +98,10 @@ WRONG_BATCHES = {
     "model ranks": (_checked(lambda m, a, n, t, p, c: m * a * t * p * c), "ranks that share samples"),
     "text": (_checked(lambda m, a, n, t, p, c: f"{m * a * n // (t * p * c)} samples"), "return a number"),
     "no refusal": (lambda m, a, n, t, p, c: m * a * n // (t * p * c), "raise a ValueError"),
+    "refused without tp": (_refused_by(lambda n, t, p, c: n % (p * c)), "tp=3 on 8 GPUs: raise a ValueError"),
+    "refused without pp": (_refused_by(lambda n, t, p, c: n % (t * c)), "tp=2 and pp=4 on 12 GPUs: raise"),
+    "refused without cp": (_refused_by(lambda n, t, p, c: n % (t * p)), "tp=2 and cp=4 on 12 GPUs: raise"),
+    "refused one by one": (_refused_by(lambda n, t, p, c: n % t or n % p or n % c), "on 12 GPUs: raise a ValueError"),
 }
 
 # --- b. How to reach a target ---------------------------------------------------------------------------------------
@@ -163,6 +184,11 @@ def _with_zero(*case):
     return [(s, s * samples - case[0]) for s in {case[0] // samples, -(-case[0] // samples)}]
 
 
+def _floor_and_ceil(*case, least):
+    samples = _round(*case)
+    return [(s, s * samples - case[0]) for s in (max(least, case[0] // samples), -(-case[0] // samples))]
+
+
 WRONG_CHOICES = {
     "world size": (_with_samples(lambda m, n, t, p, c: m * n), "multiplied by all GPUs"),
     "one rank": (_with_samples(lambda m, n, t, p, c: m), "you counted one rank"),
@@ -199,6 +225,23 @@ WRONG_CHOICES = {
     "neighbors besides": (lambda *case: _three(*case, always=False), "you gave more than the nearest choices"),
     "three everywhere": (_three, "you gave more than the nearest choices"),
     "nearest two": (_nearest_two, "nothing lies below"),
+    "twice where exact": (
+        lambda *case: [pair for pair in _floor_and_ceil(*case, least=0) if pair[0]],
+        "where the target is met exactly, give it once",
+    ),
+    "twice or zero": (
+        lambda *case: _floor_and_ceil(*case, least=0),
+        "give it once; and below one round of micro-batches there is one choice, accumulation 1: 0",
+    ),
+    "twice everywhere": (lambda *case: _floor_and_ceil(*case, least=1), "accumulation 1: it stands there twice"),
+    "twice below": (
+        lambda *case: _floor_and_ceil(*case, least=1) if case[0] % _round(*case) else reach_by_divmod(*case),
+        "you gave the same pair twice: below one round of micro-batches there is one choice, accumulation 1",
+    ),
+    "nothing below": (
+        lambda *case: reach_by_divmod(*case) if case[0] >= _round(*case) else [],
+        "you gave nothing there: below one round of micro-batches there is one choice",
+    ),
     "two above": (
         lambda *case: [(s, s * _round(*case) - case[0]) for s in (-(-case[0] // _round(*case)) + k for k in (0, 1))],
         "both reach the target",

@@ -24,7 +24,10 @@ from vlmcourse.grading.step_truths import make_truths
 
 pytestmark = pytest.mark.timeout(300)
 CASES = make_step_cases(5, 5)
+OTHER_COLLECTIVES = ("all_gather", "reduce and broadcast", "objects")
 NO_GRADIENT_POINTS = {
+    "objects each time": 4.4,
+    "loss on one rank": 5,
     "never silent": 4.4,
     "forward outside": 4.4,
     "one large forward": 1.2,
@@ -133,6 +136,7 @@ def reports() -> dict[str, Any]:
     cloudpickle.register_pickle_by_value(ex04_2_answers)
     answers: dict[str, Any] = {function.__name__: function for function in RIGHT_STEPS}
     answers["right"] = ex04_2_answers._make_step()
+    answers |= {way: ex04_2_answers._by_hand(way) for way in OTHER_COLLECTIVES}
     answers |= {name: function for name, (function, _) in WRONG_STEPS.items()}
     try:
         found = run_answers(list(answers.values()), CASES, worker=ex04_2.WORKER, collective_limit_s=5, run_limit_s=250)
@@ -141,7 +145,7 @@ def reports() -> dict[str, Any]:
     return dict(zip(answers, found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["right", *(function.__name__ for function in RIGHT_STEPS)])
+@pytest.mark.parametrize("name", ["right", *OTHER_COLLECTIVES, *(function.__name__ for function in RIGHT_STEPS)])
 def test_a_right_step_in_any_style_gets_all_points(name: str, reports: dict[str, Any], capsys: Any) -> None:
     assert ex04_2.grade_steps(reports[name], 6, len(CASES)) == 6, capsys.readouterr().out
     assert (
@@ -172,12 +176,14 @@ def test_one_mistake_behind_all_cases_is_the_only_one_named(
 
 
 def test_a_mistake_is_named_only_where_it_gives_all_cases(reports: dict[str, Any], capsys: Any) -> None:
-    # Half the norm, where clipping is to half of it and there are four micro-batches, is a division by four too.
-    wrong = reports["clipped to half the norm"].cases
+    # Twice the norm, where clipping is to an eighth of it and there are four micro-batches, is a division by four too.
+    wrong = reports["clipped to twice the norm"].cases
     assert {case.case.kind for case in wrong if not ex04_2.is_right(case, "gradient")} == {"clipped", "mute last"}
-    assert any("over_steps" in step["fits"] for case in wrong for step in case.by_rank[0]["values"]["steps"])
+    assert any(
+        "over_steps_not_clipped" in step["fits"] for case in wrong for step in case.by_rank[0]["values"]["steps"]
+    )
     assert find_common_mistake(wrong) == find_common_mistake(wrong, "loss") == ""
-    ex04_2.grade_steps(reports["clipped to half the norm"], 6, len(CASES))
+    ex04_2.grade_steps(reports["clipped to twice the norm"], 6, len(CASES))
     assert "divided" not in capsys.readouterr().out
     assert find_common_mistake(reports["own loss returned"].cases, "loss") == "own_part"
 
@@ -201,22 +207,26 @@ def test_a_mistake_that_would_spoil_a_right_case_is_not_named() -> None:
     assert find_common_mistake([found(("right", ["right", "summed"]))]) == ""
 
 
+NOT_CLIPPED = ("right_not_clipped", "clipped_by_value", "clipped_by_largest", "clipped_by_parameter")
+
+
 def test_every_known_mistake_differs_from_what_is_right() -> None:
     for seed in (1, 5, 97531):
         for case in make_step_cases(seed, 5):
-            _, truths = make_truths(case)
             clips = case.kind in ("clipped", "mute last")
-            for is_second, truth in ((step, truth) for step, of_step in enumerate(truths) for truth in of_step):
+            for is_second, truth in ((step, t) for step, of_step in enumerate(make_truths(case)) for t in of_step):
                 right = truth.gradients["right"]
                 off = {
                     name: float((truth.gradients[name] - right).norm() / right.norm())
-                    for name in ("mean_of_means", "right_not_clipped", "kept", "clipped_each_time", "shifted")
+                    for name in ("mean_of_means", "kept", "clipped_each_time", "shifted", "times_ranks", *NOT_CLIPPED)
                 }
                 assert off["mean_of_means"] > 1e-3 or case.kind == "single", str(case)
                 assert off["shifted"] > 1e-3, str(case)
-                assert (off["kept"] > 1e-3) == is_second, str(case)
-                for name in ("right_not_clipped", "clipped_each_time"):
-                    assert (off[name] > 1e-3) == clips or (clips and is_second), (str(case), name)
+                assert (off["kept"] > 1e-3) == (is_second or case.kind in ("ragged", "mute rank")), str(case)
+                for name in (*NOT_CLIPPED, "clipped_each_time"):
+                    assert (off[name] > 1e-3) == (clips and not is_second) or is_second, (str(case), name)
+                # A clipped gradient hides a wrong factor: one of the two steps must show it.
+                assert off["times_ranks"] > 1e-3 or (clips and not is_second), str(case)
 
 
 def test_what_needs_no_ranks_starts_none(monkeypatch: Any, capsys: Any) -> None:

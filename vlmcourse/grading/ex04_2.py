@@ -29,7 +29,7 @@ from vlmcourse.grading.step_feedback import (
 CLUSTER_ARGUMENTS = ("num_gpus", "tp", "pp", "cp")
 WORKER = "vlmcourse.grading.step_worker"
 REFUSED = ((8, 3, 1, 1), (12, 2, 4, 1), (12, 2, 1, 4))
-"""GPUs, tp, pp and cp that cannot be: who forgets one of the degrees, or looks at each by itself, accepts one of them."""
+"""GPUs, tp, pp and cp that cannot be: who forgets a degree, or looks at each by itself, accepts one of them."""
 SHARE_OF_GRADIENT, SHARE_OF_EXCHANGE, SHARE_OF_LOSS = 3, 2, 1
 """How the points of `accumulation_step` are shared out."""
 

@@ -17,10 +17,11 @@ from ex04_2_answers import (
 )
 
 from vlmcourse.grading import ex04_2
-from vlmcourse.grading.pair_ranks import CaseReports, run_answers
+from vlmcourse.grading.pair_ranks import AnswerReports, CaseReports, run_answers
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import find_common_mistake
 from vlmcourse.grading.step_truths import make_truths
+from vlmcourse.notebook.failure import RankEnd, RankFailure
 
 pytestmark = pytest.mark.timeout(300)
 CASES = make_step_cases(5, 5)
@@ -241,3 +242,37 @@ def test_what_needs_no_ranks_starts_none(monkeypatch: Any, capsys: Any) -> None:
         "accumulation_step is not solved yet\n"
         "your function must take (model, optimizer, micro_batches, max_norm), and takes (model, batches)\n"
     )
+
+
+def test_ranks_that_end_too_early_are_explained(monkeypatch: Any, capsys: Any) -> None:
+    def abort(*_: Any, **__: Any) -> None:
+        ends = [
+            RankEnd(rank=rank, exit_code=code, ended_at_s=1, was_stopped=code == -15)
+            for rank, code in enumerate((-6, -15))
+        ]
+        raise RankFailure("rank 0 of 2 was killed by SIGABRT (its reason is in the rank's output above)", ends=ends)
+
+    for run_ranks, words in (
+        (abort, "rank 0 was ended by SIGABRT, as gloo does where ranks call different collectives"),
+        (lambda *_, **__: None, "their processes had ended when 0 of 5 cases were done"),  # os._exit(0)
+    ):
+        monkeypatch.setattr("vlmcourse.grading.pair_ranks.run_ranks", run_ranks)
+        (found,) = run_answers([ex04_2_answers.returns_nothing], CASES, worker=ex04_2.WORKER)
+        assert ex04_2.grade_steps(found, 6, len(CASES)) == 0
+        said = capsys.readouterr().out
+        assert f"The ranks did not come to an end: {words}" in said and "5 more cases were not run" in said
+        assert "above" not in said
+
+
+def test_a_process_that_breaks_off_within_a_case_is_explained_there_too(capsys: Any) -> None:
+    lost = CaseReports(case=CASES[0], by_rank={1: {"status": "lost", "error": "", "printed": ""}})
+    ex04_2.grade_steps(AnswerReports(cases=[lost], failure="rank 0 was ended by SIGABRT"), 6, len(CASES))
+    assert "rank 0 was ended by SIGABRT" in capsys.readouterr().out
+
+
+def test_an_exchange_that_no_collective_shows_is_not_passed_over_in_silence(capsys: Any) -> None:
+    step = {"gradient": "right", "fits": ["right"], "num_steps": 1, "loss": "right", "loss_fits": ["right"]}
+    step |= {"exchanges": 0.25, "kept_samples": 1, "largest": 1, "forward_outside": False}
+    by_rank = {rank: {"status": "done", "values": {"steps": [step, step]}} for rank in (0, 1)}
+    assert ex04_2.grade_steps(AnswerReports(cases=[CaseReports(case=CASES[0], by_rank=by_rank)]), 6, 1) == 4
+    assert "the collectives of the step carry 25% of its numbers" in capsys.readouterr().out

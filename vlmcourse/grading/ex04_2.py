@@ -14,7 +14,13 @@ from vlmcourse.grading.batch_cases import V100, BatchCase, make_batch_cases
 from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
 from vlmcourse.grading.checks import Asked, Outcome, as_number, ask_each, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
-from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
+from vlmcourse.grading.pair_ranks import (
+    COLLECTIVE_LIMIT_S,
+    AnswerReports,
+    run_answers,
+    show_rank_prints,
+    show_unfinished,
+)
 from vlmcourse.grading.plain import call_plainly
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import (
@@ -230,10 +236,7 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
             counts[name] += value
     for sentences in list(shown.values())[:MAX_SHOWN]:
         print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
-    if len(reports.cases) < num_cases:
-        if reports.failure and all(case.is_done for case in reports.cases):
-            print(f"The ranks did not come to an end: {reports.failure}")
-        print(f"{num_cases - len(reports.cases)} more cases were not run")
+    show_unfinished(reports, num_cases)
     if num_accumulated < len(reports.cases):
         print(f"only cases that accumulate earn points: {num_accumulated} of {num_cases}")
     print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))

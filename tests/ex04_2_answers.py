@@ -270,7 +270,7 @@ def _sum_of(model, inputs, labels, shift=0):
 
 def _make_step(
     divide="all",
-    factor=True,
+    factor: Any = True,
     silence="but last",
     zero="once",
     clip="once",

@@ -139,8 +139,8 @@ def _start(
         unfinished = [cases for cases in found if len(cases) < len(job["cases"]) and all(c.is_done for c in cases)]
         if unfinished and not failure:
             failure = (
-                f"their processes had ended when {len(unfinished[0])} of {len(job['cases'])} cases were done: a function "
-                "must return, not end its process"
+                f"their processes had ended when {len(unfinished[0])} of {len(job['cases'])} cases were done: a "
+                "function must return, not end its process"
             )
         return failure, found
 

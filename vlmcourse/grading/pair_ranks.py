@@ -151,7 +151,7 @@ def _explain_failure(error: RankFailure) -> str:
     if aborted:
         return (
             f"{name_ranks(aborted)} was ended by SIGABRT, as gloo does where ranks call different collectives, or one "
-            "with tensors of different sizes: every rank must call the same ones in the same order"
+            "with tensors of different sizes: every rank must call every collective, and in the same order"
         )
     return " ".join(str(error).split())[:300]
 

@@ -490,12 +490,6 @@ RIGHT_STEPS = (
 )
 
 
-def fails_on_rank_1(model, optimizer, micro_batches, max_norm):
-    if dist.get_rank() == 1:
-        raise KeyError("no such micro-batch")
-    return _make_step()(model, optimizer, micro_batches, max_norm)
-
-
 def returns_nothing(model, optimizer, micro_batches, max_norm):
     _make_step()(model, optimizer, micro_batches, max_norm)
 
@@ -615,7 +609,6 @@ WRONG_STEPS = {
     "own loss returned": (_make_step(returns="own"), "the returned loss is this rank's part"),
     "last loss returned": (_make_step(returns="last"), "the returned loss holds the last micro-batches only"),
     "returns nothing": (returns_nothing, "return the step's loss as a number"),
-    "fails on one rank": (fails_on_rank_1, "rank 1 failed with KeyError"),
     # Last: the collectives of its ranks do not match, on which gloo ends a process, at times before the other reports.
     "skips mute micro-batches": (_make_step(skip=True), "call every collective"),
 }

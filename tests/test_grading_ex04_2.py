@@ -18,6 +18,7 @@ from ex04_2_answers import (
 
 from vlmcourse.grading import ex04_2
 from vlmcourse.grading.pair_ranks import AnswerReports, CaseReports, run_answers
+from vlmcourse.grading.pair_worker import describe_error
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import find_common_mistake
 from vlmcourse.grading.step_truths import make_truths
@@ -262,6 +263,17 @@ def test_ranks_that_end_too_early_are_explained(monkeypatch: Any, capsys: Any) -
         said = capsys.readouterr().out
         assert f"The ranks did not come to an end: {words}" in said and "5 more cases were not run" in said
         assert "above" not in said
+
+
+def test_an_error_on_one_rank_is_named_and_not_the_wait_of_the_other(capsys: Any) -> None:
+    # Without ranks: gloo sometimes hangs where a group follows one that broke, as it would in `reports`.
+    by_rank = {0: describe_error(RuntimeError("Timed out waiting 5000ms")), 1: describe_error(KeyError("inputs"))}
+    ex04_2.grade_steps(AnswerReports(cases=[CaseReports(case=CASES[0], by_rank=by_rank)]), 6, len(CASES))
+    said = capsys.readouterr().out
+    assert "rank 1 failed with KeyError: 'inputs'" in said and "waited" not in said and "4 more cases" in said
+    by_rank[1] = describe_error(RuntimeError("Connection closed by peer [127.0.0.1]:5"))
+    ex04_2.grade_steps(AnswerReports(cases=[CaseReports(case=CASES[0], by_rank=by_rank)]), 6, len(CASES))
+    assert "ranks 0, 1 waited for the other in vain" in capsys.readouterr().out
 
 
 def test_a_process_that_breaks_off_within_a_case_is_explained_there_too(capsys: Any) -> None:

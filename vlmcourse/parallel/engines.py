@@ -32,12 +32,12 @@ from vlmcourse.deepspeed_config import Run, load_deepspeed_json, resolve_deepspe
 from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.accelerated import start_through_accelerate
-from vlmcourse.parallel.apply import check_equal_weights
 from vlmcourse.parallel.clipping import total_norm
 from vlmcourse.parallel.engine_init import build_in_shards
 from vlmcourse.parallel.engine_offload import check_nvme, offload_settings, prepare_offload
 from vlmcourse.parallel.engine_places import check_after_step, check_engine_offload
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.verify import check_equal_weights
 from vlmcourse.presets import VLMShape
 
 logger = logging.getLogger(__name__)

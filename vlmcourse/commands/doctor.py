@@ -85,6 +85,13 @@ CHAPTERS = {
         on_cpu="everything, one cell on 2 gloo ranks",
         on_gpu="the same cells on NCCL; offloading goes over the bus to pinned memory",
     ),
+    "ch05_zero_offload": Chapter(
+        title="Whose bytes, and where: ZeRO, offload, fragmentation",
+        minutes=75,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks; fragmentation is simulated, and the device of offloading an account",
+        on_gpu="the same cells on NCCL; offloading moves real bytes, and the allocator's own map can be drawn",
+    ),
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ex04_4_answers import PARTS, RIGHT, WRONG, plain
+from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse.grading import ex04_4, memory_cases
 from vlmcourse.grading.memory_cases import STAGES, STATE_OWNERS, TEAM, Strategy, report_gib, state_bytes
@@ -124,3 +126,46 @@ def test_a_blank_answer_or_another_signature_earns_nothing_and_says_why(capsys: 
     assert first == "weight_bytes is not solved yet"
     assert second.startswith("your function must take (vision, language, batch")
     assert "not a function but NoneType" in rest[0]
+
+
+# --- The notebook ---------------------------------------------------------------------------------------------------
+
+EXERCISE = "ex04_4"
+
+
+def test_the_notebook_asks_what_is_tested_here() -> None:
+    assert stated_points(EXERCISE) == {f"ex04_4_{part}_test": points for part, points in POINTS.items()} | {
+        "ex04_4_words": 3
+    }
+    released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
+    assert len(seeds) == 5 and not any(seed in released for seed in seeds)
+    assert "HIDDEN" not in released and "**An answer.**" not in released and "per_position" not in released
+    assert read_cells("chapters", EXERCISE).keys() == read_cells("solutions", EXERCISE).keys()
+
+
+def test_the_reference_answers_of_the_notebook_earn_all_points() -> None:
+    space = reference(EXERCISE, *(f"ex04_4_{part}" for part in PARTS))
+    functions = {part: space["memory_report" if part == "report" else f"{_function(part)}_bytes"] for part in PARTS}
+    for seed in CASES:
+        assert {part: grade(part, functions, seed) for part in PARTS} == POINTS
+
+
+def _function(part: str) -> str:
+    return {"weights": "weight", "gradients": "gradient", "activations": "activation"}.get(part, part)
+
+
+def test_the_answer_in_words_keeps_to_its_own_limit() -> None:
+    cells = read_cells("solutions", EXERCISE)
+    stated = re.search(r"In (\d+) to (\d+) words", cells["ex04_4_words_task"].source)
+    assert stated is not None
+    answer = cells["ex04_4_words"].source.split("**Rubric")[0].removeprefix("**An answer.**")
+    assert int(stated[1]) <= len(answer.split()) <= int(stated[2])
+
+
+@pytest.mark.notebook
+def test_the_blank_release_prints_that_nothing_is_solved_and_gives_no_points() -> None:
+    found = run_blank(EXERCISE)
+    assert len(found) == 5
+    for name, (printed, result) in found.items():
+        assert "is not solved yet" in printed and float(result) == 0, name

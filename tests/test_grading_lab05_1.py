@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import cloudpickle
@@ -9,6 +10,7 @@ import lab05_1_answers
 import pytest
 import torch
 from lab05_1_answers import ALSO_ON_THREE, OUT_OF_ORDER, RIGHT, WRONG
+from lab_cells import hidden_seeds, read_cells, run_blank, stated_points
 
 from vlmcourse.grading import lab05_1
 from vlmcourse.grading.pair_ranks import AnswerReports, run_answers
@@ -154,3 +156,22 @@ def test_what_needs_no_ranks_starts_none(monkeypatch: Any, capsys: Any) -> None:
         "your function must take (params, lr, betas, eps, weight_decay), and takes (params)",
         "Zero1AdamW must be a class, not AdamW",
     ]
+
+
+# --- The notebook ---------------------------------------------------------------------------------------------------
+
+EXERCISE = "lab05_1"
+
+
+def test_the_notebook_asks_what_is_tested_here() -> None:
+    assert stated_points(EXERCISE) == {"lab05_1_optimizer_test": 10}
+    released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
+    assert len(seeds) == 1 and seeds[0] not in released
+    assert "HIDDEN" not in released and "loads.index" not in released
+    assert read_cells("chapters", EXERCISE).keys() == read_cells("solutions", EXERCISE).keys()
+
+
+@pytest.mark.notebook
+def test_the_blank_release_says_that_nothing_is_solved_and_gives_no_points() -> None:
+    assert run_blank(EXERCISE) == {"lab05_1_optimizer_test": ("Zero1AdamW is not solved yet", "0.0")}

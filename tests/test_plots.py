@@ -19,6 +19,7 @@ from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.monitor.ledger import Ledger, Sample
+from vlmcourse.monitor.state_table import Peaks, StateRow, StateTable
 from vlmcourse.monitor.step_cost import StepCost
 from vlmcourse.parallel.holdings import LayerShare, RankHoldings
 from vlmcourse.parallel.layer_times import LayerTimes
@@ -47,6 +48,17 @@ def ledger_figure() -> Figure:
         "fsdp": StateBytes(weights=2 * MB, gradients=2 * MB, optimizer=4 * MB),
     }
     return plots.plot_ledgers(ledgers, estimates)
+
+
+def states_figure() -> Figure:
+    formula = StateBytes(weights=4 * MB, gradients=4 * MB, optimizer=8 * MB)
+    of = {"formula": formula, "differences": (), "deepspeed_bytes": None, "peaks": Peaks(0, 0), "num_ranks": 2}
+    sizes = {("ddp", 0): (4, 4, 8), ("deepspeed-zero1", 0): (4, 2, 5), ("deepspeed-zero1", 1): (4, 3, 6)}
+    rows = [
+        StateRow(strategy=name, rank=rank, measured=Ledger(*(size * MB for size in found), buffers_bytes=GB), **of)
+        for (name, rank), found in sizes.items()
+    ]
+    return plots.plot_states(StateTable(tuple(rows)), 2)
 
 
 def ranks_figure() -> Figure:

@@ -11,6 +11,8 @@ from ranks import run_worker
 
 from vlmcourse.labs import ch05
 from vlmcourse.labs.ch05 import FREES, STAGES, find_groups, find_unit_shapes, tiny_config
+from vlmcourse.labs.engine_table import PAIR, EngineTable, compare_engines
+from vlmcourse.machine import describe_machine
 from vlmcourse.monitor.state_table import StateRow, StateTable, build_row, estimate_by_deepspeed
 from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, explain_traffic
 from vlmcourse.parallel.ranks import Ranks
@@ -123,7 +125,9 @@ def test_two_ranks_hold_what_the_formula_and_its_differences_say_to_the_byte(pai
     assert [row.strategy for row in table.rows] == [name for name in STAGES for _ in range(2)]
     assert table.problems(0) == []
     for row in table.rows:
-        assert row.formula == estimate_fp32_state(find_groups(tiny_config("ddp"), get_model("tiny"))[0], row.strategy, 2)
+        assert row.formula == estimate_fp32_state(
+            find_groups(tiny_config("ddp"), get_model("tiny"))[0], row.strategy, 2
+        )
 
 
 @pytest.mark.slow
@@ -192,7 +196,7 @@ def test_two_ranks_send_what_the_formula_and_its_differences_say(pair: list[dict
             assert row.update["all-gather"].payload_bytes == whole
         assert rows[FREES].backward["all-gather"].payload_bytes == 2 * whole
         assert rows["deepspeed-zero3"].backward["reduce-scatter"].payload_bytes == whole
-        assert rows["deepspeed-zero3"].start["broadcast"].payload_bytes == 2 * whole
+        assert rows["deepspeed-zero3"].start["broadcast"].payload_bytes == pytest.approx(2 * whole, rel=0.01)
         assert "stage3_max_live_parameters" in table.reasons() and FREES in str(table)
 
 
@@ -203,8 +207,46 @@ def test_traffic_of_another_stage_is_seen(pair: list[dict[str, Any]]) -> None:
     def taken(measured: str, asked: str) -> list[str]:
         return dataclasses.replace(rows[asked], sent_bytes=rows[measured].sent_bytes).problems()
 
-    for measured, asked in (("ddp", "zero1"), ("fsdp", "zero2"), ("deepspeed-zero3", FREES), ("deepspeed-zero2", "ddp")):
+    for measured, asked in (
+        ("ddp", "zero1"),
+        ("fsdp", "zero2"),
+        ("deepspeed-zero3", FREES),
+        ("deepspeed-zero2", "ddp"),
+    ):
         [said] = taken(measured, asked)
         assert said.startswith(f"{asked} on 2 ranks: ") and "should be, within 0.5 %" in said
     paper = estimate_step_traffic(TINY, 2, 2, weight_bytes=4, gradient_bytes=4)
     assert rows["deepspeed-zero2"].formula == paper and paper.total == 4 * TINY
+
+
+# --- Two engines side by side ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_engines_train_the_same_model_in_turns_and_the_table_says_where(pair: list[dict[str, Any]]) -> None:
+    for of_rank in pair:
+        table: EngineTable = of_rank["engines"]
+        assert table.loss_gap < 1e-5 and table.num_params == TINY
+        assert [len(times) for times in table.seconds.values()] == [3, 3] and table.ratio > 0
+        text = str(table)
+        assert describe_machine() in text and "3 rounds in turns" in text and "2 ranks" in text
+        facts = table.facts
+        assert facts["can be offloaded (optimizer / parameters)"]["fsdp"] == "cpu / cpu"
+        assert "nvme / nvme" in facts["can be offloaded (optimizer / parameters)"]["deepspeed-zero3"]
+        assert facts["p.shape is that of the plain model"] == {"deepspeed-zero3": "0/76", "fsdp": "76/76"}
+        assert facts["p.grad is there before the update"] == {"deepspeed-zero3": "0/76", "fsdp": "76/76"}
+        for saved in PAIR:
+            assert facts[f"goes on from a checkpoint of {saved}"][saved] == "yes"
+
+
+def test_a_comparison_needs_a_round_and_two_engines() -> None:
+    for wrong in ({"num_rounds": 0}, {"strategies": ("fsdp", "fsdp")}):
+        with pytest.raises(ValueError, match="need 1 or more rounds, and 2 or more strategies to compare"):
+            compare_engines(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_ratio_is_the_median_over_rounds_not_of_medians() -> None:
+    seconds = {"a": (1.0, 4.0, 9.0), "b": (1.0, 2.0, 10.0)}
+    table = EngineTable("here", 2, 10, ("a", "b"), seconds, {"line": {"a": "x", "b": "y"}}, 0.0)
+    assert table.ratio == 1.0
+    assert "a takes 1.00 x the time of b (rounds from 0.90 to 2.00)" in str(table)

@@ -56,7 +56,7 @@ def close(trainer: Any) -> None:
 
 
 def find_groups(config: TrainConfig, shape: VLMShape) -> tuple[Groups, int]:
-    """Return the shapes of a model's trained parameters by optimizer group, and the parameters of its largest module."""
+    """Return the shapes of a model's trained parameters by optimizer group, and the size of its largest module."""
     plain = build_model(shape, device="meta", seed=0)
     groups = build_optimizer(plain, config.optimizer).param_groups
     return [[tuple(p.shape) for p in group["params"]] for group in groups], max(map(_own_params, plain.modules()))

@@ -66,10 +66,14 @@ class EngineTable:
         first, second = self.strategies[:2]
         ratios = sorted(a / b for a, b in zip(self.seconds[first], self.seconds[second], strict=True))
         rows = [["", *self.strategies]]
-        rows.append(["seconds a step (median)", *(f"{statistics.median(self.seconds[n]):.3f}" for n in self.strategies)])
+        rows.append(
+            ["seconds a step (median)", *(f"{statistics.median(self.seconds[n]):.3f}" for n in self.strategies)]
+        )
         rows += [[fact, *(of[name] for name in self.strategies)] for fact, of in self.facts.items()]
         head = f"{self.machine}\n{self.num_ranks} ranks, {self.num_params:,} parameters, {len(ratios)} rounds in turns"
-        speed = f"{first} takes {self.ratio:.2f} x the time of {second} (rounds from {ratios[0]:.2f} to {ratios[-1]:.2f})"
+        speed = (
+            f"{first} takes {self.ratio:.2f} x the time of {second} (rounds from {ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
         return f"{head}\n{speed}; losses differ by {self.loss_gap:.0e} at most\n\n{align(rows)}"
 
 
@@ -107,7 +111,9 @@ def compare_engines(
             trainer.after_step.append(lambda _, report, name=name: losses[name].append(report.loss))
         costs = measure_step_costs(trainers, num_timed=num_rounds)
         facts = _collect_facts(trainers, ranks)
-        num_params = sum(p.numel() for p in build_model(next(iter(trainers.values())).shape, device="meta").parameters())
+        num_params = sum(
+            p.numel() for p in build_model(next(iter(trainers.values())).shape, device="meta").parameters()
+        )
     gaps = [max(step) - min(step) for step in zip(*losses.values(), strict=True)]
     facts |= try_resuming(base, strategies, ranks)
     seconds = {name: cost.seconds for name, cost in costs.items()}
@@ -138,6 +144,7 @@ def _facts_of(trainer: Trainer, ranks: Ranks) -> dict[str, str]:
     sizes = [ledger.weights_bytes, ledger.gradients_bytes, ledger.optimizer_bytes]
     plain = build_model(trainer.shape, device="meta")
     names = {name for name, _ in plain.named_parameters()}
+    num_named = sum(name in names for name, _ in trainer.model.named_parameters())
     return {
         "weights, gradients, optimizer (MB)": ", ".join(f"{size / MB:.3f}" for size in sizes),
         "buffers (MB)": f"{ledger.buffers_bytes / MB:,.0f}",
@@ -146,7 +153,7 @@ def _facts_of(trainer: Trainer, ranks: Ranks) -> dict[str, str]:
         "settings it is started with": _count_settings(trainer, plain),
         "can be offloaded (optimizer / parameters)": ", ".join(list_offload(trainer.config)) or "nothing",
         "class of the model": type(trainer.model).__name__,
-        "parameters with their plain names": f"{sum(n in names for n, _ in trainer.model.named_parameters())}/{len(names)}",
+        "parameters named without a prefix": f"{num_named}/{len(names)}",
         **{line: f"{count}/{len(names)}" for line, count in seen.items()},
         "who runs backward and the update": "the engine" if is_engine(trainer.model) else "PyTorch",
     }
@@ -223,7 +230,9 @@ def try_resuming(base: TrainConfig, strategies: Sequence[str], ranks: Ranks) -> 
 
     def build(name: str, saved: str) -> Trainer:
         run = replace(base.run, output_dir=str(root), name=saved)
-        return Trainer(replace(base, run=run, parallel=replace(base.parallel, strategy=name)), ranks, show_progress=False)
+        return Trainer(
+            replace(base, run=run, parallel=replace(base.parallel, strategy=name)), ranks, show_progress=False
+        )
 
     found: dict[str, dict[str, str]] = {}
     try:
@@ -250,4 +259,3 @@ def _try_one(build: Callable[[], Trainer]) -> str:
         return f"no: {type(error).__name__}"
     finally:
         close(trainer)
-

@@ -24,11 +24,11 @@ MB = 10**6
 OWNERS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.001
 """Of a row's total: what may stay unexplained. Measured: 0 bytes on 2 and 4 ranks."""
-ASSUMPTIONS = """DeepSpeed's estimator counts 16-bit training with 18 bytes a parameter that the ranks share, and adds 2 for
-whole 16-bit weights in ZeRO-2, or in ZeRO-3 4 for each parameter of the largest layer. (Of its 18, 2 + 4 are gradients
-in 16 bits and in fp32, 4 the fp32 copy, 8 Adam's moments, says its source.) It knows no padding, no buffers and no
-activations, and has no estimate for ZeRO-0 and 1. fp32 training takes 4 + 4 + 4 + 8 = 20 bytes a parameter in DeepSpeed: the fp32 copy
-is made all the same."""
+ASSUMPTIONS = """DeepSpeed's estimator counts 16-bit training with 18 bytes a parameter that the ranks share, and adds
+2 for whole 16-bit weights in ZeRO-2, or in ZeRO-3 4 for each parameter of the largest layer. (Of its 18, 2 + 4 are
+gradients in 16 bits and in fp32, 4 the fp32 copy, 8 Adam's moments, says its source.) It knows no padding, no buffers
+and no activations, and has no estimate for ZeRO-0 and 1. fp32 training takes 4 + 4 + 4 + 8 = 20 bytes a parameter in
+DeepSpeed: the fp32 copy is made all the same."""
 
 
 class Updates(Protocol):
@@ -134,7 +134,17 @@ class StateTable:
 
     def __str__(self) -> str:
         """Show the fullest rank of each strategy, in MB (10^6 bytes)."""
-        header = ["strategy", "ranks", "weights", "gradients", "optimizer", "total", "formula", "expected", "DeepSpeed's"]
+        header = [
+            "strategy",
+            "ranks",
+            "weights",
+            "gradients",
+            "optimizer",
+            "total",
+            "formula",
+            "expected",
+            "DeepSpeed's",
+        ]
         rows = [[*header, "buffers", "gradients at most", "whole weights"]]
         for row in self.fullest():
             sizes = [*(getattr(row.measured, f"{owner}_bytes") for owner in OWNERS), row.measured.total_bytes]

@@ -4,8 +4,8 @@ Enters: a trainer on each rank, and what is known of its model. Leaves: a `Traff
 PyTorch dispatches them, in hooks of backward too, whoever calls them; their bytes are those of ring algorithms on both
 sides of the comparison. The counter that sees them is `parallel/counting.py`. Chapter 5.
 
-Source of the formula: Rajbhandari et al. 2020, section 7; of the differences: DeepSpeed 0.19.8 (allreduce_and_scatter in
-runtime/zero/stage_1_and_2.py, partitioned_param_coordinator.py) and torch 2.13 (fully_shard, ZeroRedundancyOptimizer).
+Source of the formula: Rajbhandari et al. 2020, section 7; of the differences: DeepSpeed 0.19.8 (allreduce_and_scatter
+in runtime/zero/stage_1_and_2.py, partitioned_param_coordinator.py), torch 2.13 (fully_shard, ZeroRedundancyOptimizer).
 """
 
 from __future__ import annotations

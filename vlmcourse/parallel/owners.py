@@ -1,8 +1,8 @@
 """Which tensors of training state this rank keeps, and what each is: under any strategy, DeepSpeed's engines included.
 
 Enters: a model as a Trainer holds it, and its optimizer. Leaves: tensors with the name of their owner; several may be
-views of one storage, which a ledger counts once. An engine keeps flat copies of its own, which are found by the names of
-its attributes, without importing DeepSpeed. Chapter 5.
+views of one storage, which a ledger counts once. An engine keeps flat copies of its own, which are found by the names
+of its attributes, without importing DeepSpeed. Chapter 5.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py.
 """
@@ -57,7 +57,7 @@ def find_torch_optimizer(model: nn.Module, optimizer: Any) -> Any:
 
 
 def _find_in_engine(engine: Any, *, has_optimizer: bool) -> Iterator[Owned]:
-    """Yield what an engine keeps; parameters of stages 1 and 2 are views of flat weights, those of stage 3 are empty."""
+    """Yield what an engine keeps; parameters of stages 1 and 2 are views of flat weights, of stage 3 they are empty."""
     parameters = list(engine.module.parameters())
     zero = engine.optimizer
     flat = getattr(zero, "bit16_groups_flat", ())

@@ -52,7 +52,13 @@ def ledger_figure() -> Figure:
 
 def states_table() -> StateTable:
     formula = StateBytes(weights=4 * MB, gradients=4 * MB, optimizer=8 * MB)
-    of: dict[str, Any] = {"formula": formula, "differences": (), "deepspeed_bytes": None, "peaks": Peaks(0, 0), "num_ranks": 2}
+    of: dict[str, Any] = {
+        "formula": formula,
+        "differences": (),
+        "deepspeed_bytes": None,
+        "peaks": Peaks(0, 0),
+        "num_ranks": 2,
+    }
     sizes = {("ddp", 0): (4, 4, 8), ("deepspeed-zero1", 0): (4, 2, 5), ("deepspeed-zero1", 1): (4, 3, 6)}
     rows = [
         StateRow(strategy=name, rank=rank, measured=Ledger(*(size * MB for size in found), buffers_bytes=GB), **of)

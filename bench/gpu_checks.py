@@ -346,25 +346,49 @@ def check_engine(strategy: str) -> str:
     return check_parity(strategy)
 
 
-def check_batch_norm() -> str:
-    """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
+def run_pair(imports: str, result: str) -> Any:
+    """Run an expression of `ranks` on two GPUs, after some imports; return what rank 0 has, by way of JSON."""
     code = (
-        "import json\nfrom vlmcourse.labs.batch_norm import compare_norms\n"
+        f"import json\n{imports}\n"
         "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
-        "ranks = init_ranks()\nerrors = compare_norms(ranks)\n"
-        "print(json.dumps(errors)) if ranks.is_main else None\nshutdown_ranks()\n"
+        f"ranks = init_ranks()\nfound = {result}\n"
+        "print(json.dumps(found)) if ranks.is_main else None\nshutdown_ranks()\n"
     )
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "norms.py"
+        script = Path(folder) / "pair.py"
         script.write_text(code, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    errors = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_batch_norm() -> str:
+    """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
+    errors = run_pair("from vlmcourse.labs.batch_norm import compare_norms", "compare_norms(ranks)")
     right = {norm: sum(error < 1e-4 for error in of_norm.values()) for norm, of_norm in errors.items()}
     assert right == {"BatchNorm": 0, "SyncBatchNorm": 1, "frozen BatchNorm": 3, "GroupNorm": 3}, errors
     return f"cuts of 3 that are right: {right}"
+
+
+def check_zero_tables(function: str) -> str:
+    """State or traffic of every stage of ZeRO on two GPUs is what the formula and its differences say."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotHereError("needs deepspeed")
+    found = run_pair(f"from vlmcourse.labs.ch05 import {function} as measure", "measure(ranks=ranks).problems()")
+    assert not found, found
+    return "nothing unexplained"
+
+
+def check_engine_table() -> str:
+    """DeepSpeed's ZeRO-3 and FSDP2 in turns on two GPUs train the same model; shows the table's words on speed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotHereError("needs deepspeed")
+    imports = "from vlmcourse.labs.engine_table import compare_engines"
+    gap, lines = run_pair(imports, "[(t := compare_engines(ranks=ranks)).loss_gap, str(t).splitlines()[:3]]")
+    assert gap < 1e-3, gap
+    return "; ".join(lines)
 
 
 def check_fsdp_memory() -> str:
@@ -459,6 +483,9 @@ CHECKS = (
     ),
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
+    Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
+    Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
+    Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))

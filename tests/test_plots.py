@@ -50,15 +50,25 @@ def ledger_figure() -> Figure:
     return plots.plot_ledgers(ledgers, estimates)
 
 
-def states_figure() -> Figure:
+def states_table() -> StateTable:
     formula = StateBytes(weights=4 * MB, gradients=4 * MB, optimizer=8 * MB)
-    of = {"formula": formula, "differences": (), "deepspeed_bytes": None, "peaks": Peaks(0, 0), "num_ranks": 2}
+    of: dict[str, Any] = {
+        "formula": formula,
+        "differences": (),
+        "deepspeed_bytes": None,
+        "peaks": Peaks(0, 0),
+        "num_ranks": 2,
+    }
     sizes = {("ddp", 0): (4, 4, 8), ("deepspeed-zero1", 0): (4, 2, 5), ("deepspeed-zero1", 1): (4, 3, 6)}
     rows = [
         StateRow(strategy=name, rank=rank, measured=Ledger(*(size * MB for size in found), buffers_bytes=GB), **of)
         for (name, rank), found in sizes.items()
     ]
-    return plots.plot_states(StateTable(tuple(rows)), 2)
+    return StateTable(tuple(rows))
+
+
+def states_figure() -> Figure:
+    return plots.plot_states(states_table(), 2)
 
 
 def ranks_figure() -> Figure:
@@ -212,6 +222,7 @@ FIGURES = {
     "overlap": overlap_figure,
     "state": state_figure,
     "ledgers": ledger_figure,
+    "states": states_figure,
     "ranks": ranks_figure,
     "collectives": collectives_figure,
     "gathered": gathered_figure,
@@ -240,6 +251,15 @@ def texts_of(figure: Figure) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FIGURES)
+def test_states_show_the_fullest_rank_of_each_strategy_without_buffers() -> None:
+    axes = states_figure().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ddp", "deepspeed\nzero1"]
+    assert [text.get_text() for text in axes.texts] == ["16.00", "16.00", "16.00", "13.00"]
+    assert axes.get_ylabel() == "state of the fullest of 2 ranks (MB)"
+    with pytest.raises(ValueError, match="num_ranks = 4: the table has runs on \\[2\\] ranks"):
+        plots.plot_states(states_table(), 4)
+
+
 def test_a_figure_has_a_title_named_axes_and_legible_text_and_is_shown_once(name: str) -> None:
     figure = FIGURES[name]()
     assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes)

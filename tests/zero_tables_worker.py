@@ -19,6 +19,7 @@ from vlmcourse.monitor.ledger import Ledger, measure_ledger
 from vlmcourse.monitor.state_table import Peaks, build_row
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 
+OFFLOADED = ("deepspeed-zero2+cpu", "deepspeed-zero3+cpu")
 SOME = ("zero1", "fsdp", "deepspeed-zero2", "deepspeed-zero3")
 
 
@@ -49,7 +50,7 @@ def measure_odd_sizes(ranks: Ranks) -> dict[int, tuple[Any, Ledger]]:
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=100)
     is_pair = ranks.world_size == 2
-    found: dict[str, Any] = {"states": measure_states(STAGES if is_pair else SOME, ranks)}
+    found: dict[str, Any] = {"states": measure_states((*STAGES, *OFFLOADED) if is_pair else SOME, ranks)}
     if is_pair:
         found["odd"] = measure_odd_sizes(ranks)
         found["traffic"] = measure_traffic(ranks=ranks)

@@ -17,7 +17,7 @@ from torch import nn
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.models.vlm import build_model
-from vlmcourse.monitor.state_table import StateRow, StateTable, build_row, watch_state
+from vlmcourse.monitor.state_table import OFFLOADED, StateRow, StateTable, build_row, watch_state
 from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, watch_traffic
 from vlmcourse.parallel.engines import build_deepspeed_settings
 from vlmcourse.parallel.fsdp import find_units
@@ -34,9 +34,12 @@ STAGES = ("ddp", "zero1", "zero2", "fsdp", "deepspeed-zero1", "deepspeed-zero2",
 
 
 def tiny_config(strategy: str, deepspeed_config: str = "") -> TrainConfig:
-    """Return a short fp32 run of the tiny model under a strategy."""
+    """Return a short fp32 run of the tiny model under a strategy; with "+cpu" at its end it offloads (fsdp all)."""
+    strategy, offloads = strategy.removesuffix(OFFLOADED), strategy.endswith(OFFLOADED)
+    offload = {"optimizer": "cpu", "parameters": "cpu" if strategy == "fsdp" else "none"} if offloads else {}
     parallel = {"strategy": strategy} | ({"deepspeed_config": deepspeed_config} if deepspeed_config else {})
-    return parse_config({"train": {"num_steps": 100, "micro_batch_size": 2}, "parallel": parallel})
+    train = {"num_steps": 100, "micro_batch_size": 2}
+    return parse_config({"train": train, "parallel": parallel, "offload": offload})
 
 
 @contextmanager
@@ -70,7 +73,8 @@ def measure_states(strategies: Sequence[str] = STAGES, ranks: Ranks | None = Non
     """Train the tiny model for three steps under each strategy and measure every rank's state; all ranks call this.
 
     Args:
-        strategies: keys of `planner.state_layout.ZERO_STAGES`. On one rank there is nothing to share, and every
+        strategies: keys of `planner.state_layout.ZERO_STAGES`, or "deepspeed-zero2+cpu", "deepspeed-zero3+cpu" and
+            the like with the optimizer's state in main memory. On one rank there is nothing to share, and every
             strategy but single is refused: a table of 'single' is returned.
         ranks: this process's place; by default what `init_ranks` finds.
 

@@ -22,6 +22,8 @@ from vlmcourse.planner.state_layout import Difference, Groups, count_params, est
 
 MB = 10**6
 OWNERS = ("weights", "gradients", "optimizer")
+OFFLOADED = "+cpu"
+"""At the end of a strategy's name in a table: its optimizer state lies in main memory, under fsdp all state."""
 TOLERANCE = 0.001
 """Of a row's total: what may stay unexplained. Measured: 0 bytes on 2 and 4 ranks."""
 ASSUMPTIONS = """DeepSpeed's estimator counts 16-bit training with 18 bytes a parameter that the ranks share, and adds
@@ -198,14 +200,15 @@ def build_row(
     Args:
         measured: of this rank.
         groups: shapes of all trained parameters, by optimizer group.
-        strategy: that the run was asked for.
+        strategy: that the run was asked for, with `OFFLOADED` at its end where the optimizer's state is offloaded.
         num_ranks: of the run.
         rank: this one.
         largest_layer: parameters of the largest module, for DeepSpeed's estimator.
     """
     estimate = estimate_by_deepspeed(count_params(groups), largest_layer, strategy, num_ranks)
-    formula = estimate_fp32_state(groups, strategy, num_ranks)
-    differences = tuple(explain_state(groups, strategy, num_ranks, rank))
+    plain, offloads = strategy.removesuffix(OFFLOADED), strategy.endswith(OFFLOADED)
+    formula = estimate_fp32_state(groups, plain, num_ranks)
+    differences = tuple(explain_state(groups, plain, num_ranks, rank, offloads=offloads))
     return StateRow(strategy, num_ranks, rank, *measured, formula, differences, estimate)
 
 

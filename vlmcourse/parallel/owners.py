@@ -19,6 +19,11 @@ from vlmcourse.parallel.data import local_optimizer
 from vlmcourse.parallel.sync import is_engine
 
 WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS = "weights", "gradients", "optimizer", "buffers"
+TO_MAIN_MEMORY = (
+    *("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload"),
+    "temp_grad_buffer_for_gpu_offload",
+)
+"""Where stages 1 and 2 keep what is on its way to main memory and back, with offloading."""
 Owned = tuple[str, Tensor]
 """What the bytes are, and a tensor that holds some of them."""
 
@@ -69,6 +74,7 @@ def _find_in_engine(engine: Any, *, has_optimizer: bool) -> Iterator[Owned]:
     yield from ((GRADIENTS, part) for part in _tensors(getattr(zero, "grad_partitions_flat_buffer", None)))
     for bucket in _values(getattr(zero, "ipg_buckets", None)):
         yield from ((BUFFERS, tensor) for tensor in _tensors(getattr(bucket, "buffer", None)))
+    yield from ((BUFFERS, tensor) for name in TO_MAIN_MEMORY for tensor in _tensors(getattr(zero, name, None)))
     masters = _tensors(
         [getattr(zero, name, None) for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")]
     )

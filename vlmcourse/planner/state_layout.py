@@ -58,7 +58,9 @@ def estimate_fp32_state(groups: Groups, strategy: str, num_ranks: int) -> StateB
     )
 
 
-def explain_state(groups: Groups, strategy: str, num_ranks: int, rank: int) -> list[Difference]:
+def explain_state(
+    groups: Groups, strategy: str, num_ranks: int, rank: int, *, offloads: bool = False
+) -> list[Difference]:
     """Say where one rank's state differs from `estimate_fp32_state`, in bytes.
 
     Args:
@@ -66,6 +68,8 @@ def explain_state(groups: Groups, strategy: str, num_ranks: int, rank: int) -> l
         strategy: a key of `ZERO_STAGES`; DeepSpeed's with the settings that this package makes.
         num_ranks: of the run.
         rank: from 0.
+        offloads: whether the optimizer's state lies in main memory (offload.optimizer = 'cpu'). Bytes there count too:
+            on CPU ranks main memory is the device's memory.
 
     Returns:
         What is not 0.
@@ -78,9 +82,9 @@ def explain_state(groups: Groups, strategy: str, num_ranks: int, rank: int) -> l
         raise ValueError(f"rank = {rank} with num_ranks = {num_ranks}: must be from 0 to {num_ranks - 1}")
     stage = DEEPSPEED.get(strategy, 0)
     if stage == 3:
-        found = _of_deepspeed_3(groups, num_ranks, formula)
+        found = _of_deepspeed_3(groups, num_ranks, formula, offloads)
     elif stage:
-        found = _of_deepspeed_1_and_2(groups, num_ranks, rank, formula)
+        found = _of_deepspeed_1_and_2(groups, num_ranks, rank, formula, offloads)
     elif strategy == "zero1":
         found = _of_torch_zero_1(groups, num_ranks, rank, formula)
     elif strategy in ("zero2", "fsdp"):
@@ -127,7 +131,9 @@ def _rows_of(num_rows: int, num_ranks: int, rank: int) -> int:
     return max(0, min(each, num_rows - rank * each))
 
 
-def _of_deepspeed_1_and_2(groups: Groups, num_ranks: int, rank: int, formula: StateBytes) -> Iterator[Difference]:
+def _of_deepspeed_1_and_2(
+    groups: Groups, num_ranks: int, rank: int, formula: StateBytes, offloads: bool
+) -> Iterator[Difference]:
     num_params = count_params(groups)
     shard = formula.optimizer // (MOMENTS * FP32_BYTES)
     whole = part = reduced = 0
@@ -140,8 +146,14 @@ def _of_deepspeed_1_and_2(groups: Groups, num_ranks: int, rank: int, formula: St
     yield Difference("weights", FP32_BYTES * (whole - num_params), filling)
     reason = "its whole gradients are freed as soon as they are reduced"
     yield Difference("gradients", FP32_BYTES * shard - formula.gradients, reason)
-    reason = "a gradient that the border of its part cuts is kept whole; ends of parts are filled up"
-    yield Difference("gradients", FP32_BYTES * (reduced - shard), reason)
+    if offloads:
+        yield Difference("gradients", FP32_BYTES * (part - shard), filling)
+        largest = max(math.prod(shape) for group in groups for shape in group)
+        reason = "its part of the weights on the way to the device, and two buffers for the largest gradient"
+        yield Difference("buffers", FP32_BYTES * (part + 2 * largest), reason)
+    else:
+        reason = "a gradient that the border of its part cuts is kept whole; ends of parts are filled up"
+        yield Difference("gradients", FP32_BYTES * (reduced - shard), reason)
     yield Difference("optimizer", FP32_BYTES * part, "an fp32 copy of its part of the weights, although these are fp32")
     yield Difference("optimizer", MOMENTS * FP32_BYTES * (part - shard), filling)
     yield _counters(len(groups), "a group")
@@ -157,12 +169,14 @@ def _kept_gradients(sizes: Sequence[int], part: int, rank: int) -> int:
     return kept + max(0, last - max(start, first))  # and zeros at the end of the last part
 
 
-def _of_deepspeed_3(groups: Groups, num_ranks: int, formula: StateBytes) -> Iterator[Difference]:
+def _of_deepspeed_3(groups: Groups, num_ranks: int, formula: StateBytes, offloads: bool) -> Iterator[Difference]:
     shard = formula.weights // FP32_BYTES
     part = sum(-(-math.prod(shape) // num_ranks) for group in groups for shape in group)
     filling = "each parameter is filled up until the ranks divide it"
     yield Difference("weights", FP32_BYTES * (part - shard), filling)
     yield Difference("gradients", FP32_BYTES * (part - shard), filling)
+    if offloads:
+        yield Difference("gradients", FP32_BYTES * part, "a copy of them in main memory, for the update there")
     yield Difference("optimizer", FP32_BYTES * part, "an fp32 copy of its part of the weights, although these are fp32")
     yield Difference("optimizer", MOMENTS * FP32_BYTES * (part - shard), filling)
     yield _counters(len(groups), "a group")

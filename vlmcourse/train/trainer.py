@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,13 +30,19 @@ from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.engines import start_deepspeed
+from vlmcourse.parallel.engines import (
+    EngineOptimizer,
+    build_sharded,
+    builds_in_shards,
+    splits_weights,
+    start_deepspeed,
+)
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
-from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
+from vlmcourse.train.accumulate import Accumulation, accumulate_gradients, explain_nonfinite
 from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches
 from vlmcourse.train.checkpoint import check_resumable, load_checkpoint, save_checkpoint
@@ -111,8 +118,7 @@ class Trainer:
         self.scheduler: AdaptivePipelineScheduler | None = None
         """What moves layers between the stages of a pipeline, where `parallel.adaptive` asks for it."""
         if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
-            max_search_s = min(15.0, self.parallel.timeout_s / 4)
-            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer, max_search_s=max_search_s)
+            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer)
         self._show_progress = show_progress
         self._is_checked = False
         """Whether a step of several micro-batches has shown that it exchanges gradients with the last one only."""
@@ -141,10 +147,13 @@ class Trainer:
         self.model: torch.nn.Module
         self.optimizer: Any
         if self.parallel.strategy in DEEPSPEED:  # an engine takes both together
-            optimizer = build_optimizer(plain.to(self.ranks.device), config.optimizer, **options)
+            moved = plain if splits_weights(plain) else plain.to(self.ranks.device)
+            optimizer = build_optimizer(moved, config.optimizer, **options)
             self.model, self.optimizer = start_deepspeed(plain, optimizer, config, self.ranks)
         else:
-            self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+            self.model = apply_strategy(
+                plain, self.parallel, self.ranks, self.place, loss_sum, activations, config.offload
+            )
             shards_state = self.parallel.strategy == "zero1"
             self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=shards_state, **options)
         self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
@@ -152,6 +161,8 @@ class Trainer:
     def _build_model(self) -> VLM:
         """Build the plain model; a rank that gets its shards from rank 0 needs no weights of its own."""
         layout = self.place.layout
+        if builds_in_shards(self.parallel):
+            return build_sharded(self.shape, self.config, self.ranks)
         # Where tp or pp cut the model as well, each rank cuts its part out of whole weights.
         gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main
         # The same seed on every rank: copies start equal.
@@ -184,6 +195,10 @@ class Trainer:
 
         Returns:
             What happened, the same numbers on every rank.
+
+        Raises:
+            RuntimeError: if the loss or the norm of the gradient is not finite, before any weight changes. A loss
+                scaler skips the step instead where gradients overflowed.
         Communicates: see `accumulate_gradients` and `clip_gradients`; with `parallel.adaptive` see `step_done` too.
         """
         started_s = time.perf_counter()
@@ -210,8 +225,7 @@ class Trainer:
         for hook in self.before_update:
             hook(self)
         if is_finite:
-            self.optimizer.step()
-        grad_norm = getattr(self.optimizer, "grad_norm", grad_norm)  # an engine knows it now
+            grad_norm = self._update(grad_norm)
         self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
@@ -222,6 +236,17 @@ class Trainer:
         for after in self.after_step:
             after(self, report)
         return report
+
+    def _update(self, grad_norm: float) -> float:
+        """Let the optimizer step if the norm of the gradient is finite; return the norm."""
+        engine = self.optimizer if isinstance(self.optimizer, EngineOptimizer) else None
+        if engine is not None or math.isfinite(grad_norm):
+            self.optimizer.step()
+        grad_norm = engine.grad_norm if engine is not None else grad_norm  # an engine measures it, and decides itself
+        if not math.isfinite(grad_norm):
+            found = f"the loss of this step is finite, but the norm of its gradient is {grad_norm}"
+            raise RuntimeError(explain_nonfinite(found, self.ranks, self.config.train.precision))
+        return grad_norm
 
     def fit(self) -> TrainResult:
         """Train from the present step to the last; save, evaluate and log on the way.

@@ -1,4 +1,4 @@
-"""Chapter 5's glue: a real run on ranks, under a budget for what each may hold on its "device".
+"""Chapter 5's budget: a real run on ranks, under a limit for what each may hold on its "device".
 
 Enters: a budget in bytes and this rank. Leaves: what the offload tree chose for it, and whether the ledger of a real
 step kept within it. On a CPU the device is an account, not a place: main memory holds everything, and what offloading

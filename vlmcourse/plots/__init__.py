@@ -5,7 +5,7 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 (what is alive in a step, what recomputation saves), `memory` (bytes of state), `fragmentation` (holes between blocks),
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
-`offload` (what leaves the device).
+`offload` (what has to leave the device).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from parity import AwkwardTrainer, Recording, build_trainer, parity_config, record
+from precision_cases import spoil_gradients
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.parallel import engines
+from vlmcourse.parallel.engines import gather_engine_state
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train.nan_finder import find_in_step
 
@@ -27,6 +29,8 @@ RUNS = {
     "deepspeed-zero3, tied embeddings": ("deepspeed-zero3", "tied embeddings", 1),
 }
 """Name -> strategy, case of the parity tests, accumulation steps."""
+BAD_GRADIENTS = ("1, clipping off", "3, all towers")
+"""Stage of DeepSpeed, and case of the parity tests, of steps with a gradient of NaN."""
 NUM_STEPS = 3
 SAVED_STEP = 2
 WEIGHT_SEED = 100
@@ -94,6 +98,22 @@ def find_a_nan(ranks: Ranks) -> list[str]:
     return find_in_step(trainer)
 
 
+def bad_gradient(case: str, ranks: Ranks) -> dict[str, Any]:
+    """Make a good step, then one with a finite loss and a gradient of NaN; say what stopped it and what is found."""
+    trainer = build(parity_config("deepspeed-zero" + case[0], 1, ranks.world_size, case[3:]), ranks, WEIGHT_SEED)
+    trainer.train_step()
+    before, said = gather_engine_state(trainer.model), ""
+    with spoil_gradients():
+        try:
+            trainer.train_step()
+        except RuntimeError as error:
+            said = str(error)
+        found = find_in_step(trainer)
+    after = gather_engine_state(trainer.model)
+    kept = all(torch.equal(weight, after[name]) for name, weight in before.items())
+    return {"said": said, "kept": kept, "step": trainer.step, "found": found}
+
+
 def share_nothing(ranks: Ranks) -> str:
     """Start ZeRO-3 with DeepSpeed's own threshold, under which a small model stays whole; return what is said."""
     config = parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers")
@@ -118,6 +138,7 @@ def main(folder: Path) -> None:
     found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in (*DEEPSPEED, "accelerate-ddp")}
     found["elsewhere"] = resume_elsewhere(folder, ranks)
     found["nan"] = find_a_nan(ranks)
+    found["gradients"] = {case: bad_gradient(case, ranks) for case in BAD_GRADIENTS}
     found["whole"] = share_nothing(ranks)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

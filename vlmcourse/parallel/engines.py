@@ -14,6 +14,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); documentation of DeepSpeed's JSON config
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from pathlib import Path
@@ -60,7 +61,8 @@ class EngineOptimizer:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.grad_norm = float("nan")
-        """L2 norm of the whole gradient of the last step, before clipping, equal on every rank."""
+        """L2 norm of the whole gradient of the last step, before clipping, equal on every rank; nan where it was not
+        finite."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,7 +73,7 @@ class EngineOptimizer:
         """Do nothing: the engine has forgotten its gradients at the end of its step."""
 
     def step(self) -> None:
-        """Clip the gradients and update the weights.
+        """Clip the gradients and update the weights; where the gradients' norm is not finite, leave the weights alone.
 
         Raises:
             RuntimeError: if the engine made no step.
@@ -84,7 +86,8 @@ class EngineOptimizer:
                 f"rank {dist.get_rank()}: the DeepSpeed engine counts {self.engine.global_steps - before} steps "
                 "instead of 1: run the last micro-batch inside gradient_sync(model, True), as accumulate_gradients does"
             )
-        self.grad_norm = float(self.engine.get_global_grad_norm())
+        # The engine keeps the norm of an earlier step where it refused to update, and counts a step all the same.
+        self.grad_norm = float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.nan
 
 
 def start_deepspeed(

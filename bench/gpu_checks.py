@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ import torch
 from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
+from vlmcourse.layout import DEEPSPEED, ENGINES
+from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
@@ -230,6 +235,54 @@ def check_activations() -> str:
     )
 
 
+ALLOCATOR_PROGRAM = """
+import json, sys, torch
+from vlmcourse.labs.fragmentation import batches_as_they_come, fragmentation_shape, mixed_resolutions
+from vlmcourse.models.vlm import build_model
+from vlmcourse.monitor.alloc_conf import check_alloc_conf
+from vlmcourse.monitor.allocator_check import compare_with_simulator
+from vlmcourse.monitor.cuda_snapshot import read_map, record_history, take_snapshot
+from vlmcourse.train.accumulate import micro_batch_loss_sum
+verdict = check_alloc_conf()
+record_history()
+model = build_model(fragmentation_shape(), seed=0).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for batch in batches_as_they_come(mixed_resolutions(24), 4):
+    batch = batch.to("cuda")
+    loss = micro_batch_loss_sum(model, batch, "fp32") / batch.num_supervised_tokens
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    large = torch.empty(sum(batch.tiles_per_sample) * 2**20, device="cuda")  # 12 MiB and more: a segment of its own
+    del batch, loss
+snapshot = take_snapshot()
+found, seen = compare_with_simulator(snapshot), read_map(snapshot)
+same = (seen.reserved_bytes, seen.allocated_bytes) == (torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+print(json.dumps({"equal": found.is_equal, "same": same, "said": found.describe(), "setting": verdict.state}))
+"""
+
+
+def check_allocator(settings: str = "") -> str:
+    """The simulated allocator reserves what the real one does, after every allocation and free of training steps."""
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOC_CONF_NAMES}
+    environment |= {"PYTORCH_ALLOC_CONF": settings} if settings else {}
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATOR_PROGRAM],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["setting"] == ("in effect" if settings else "unset"), f"{settings!r} is {found['setting']}"
+    assert found["same"], "the map of the snapshot has other bytes than memory_reserved() and memory_allocated()"
+    assert found["equal"], found["said"]
+    return found["said"]
+
+
 def check_nccl() -> str:
     """Ranks choose NCCL and a GPU each, and an all-reduce is right."""
     code = (
@@ -284,6 +337,15 @@ def check_accumulated(strategy: str, **overrides: Any) -> str:
     return f"largest difference of {NUM_STEPS} losses {gap:.1e}"
 
 
+def check_engine(strategy: str) -> str:
+    """Two GPUs under an engine of DeepSpeed or accelerate give the losses of one GPU; the engine checks what it is."""
+    packages = ["deepspeed"] * (strategy in DEEPSPEED) + ["accelerate"] * strategy.startswith("accelerate")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotHereError(f"needs {' and '.join(missing)}")
+    return check_parity(strategy)
+
+
 def check_batch_norm() -> str:
     """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
     code = (
@@ -324,12 +386,23 @@ CHECKS = (
     Check("the policy of autocast on a GPU", 1, check_autocast_policy),
     Check("fp16 on 2 GPUs under fsdp stays near fp32", 2, lambda: check_precision("fp16", "fsdp", 2)),
     Check("activations are recomputed, offloaded and counted", 1, check_activations),
+    Check("the simulated allocator does what the real one does", 1, check_allocator),
+    Check(
+        "the simulated allocator does so with expandable segments",
+        1,
+        lambda: check_allocator("expandable_segments:True"),
+    ),
+    Check("the simulated allocator does so with a limit to splits", 1, lambda: check_allocator("max_split_size_mb:32")),
+    Check(
+        "the simulated allocator does so with rounded sizes", 1, lambda: check_allocator("roundup_power2_divisions:8")
+    ),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
     Check("zero1 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero1")),
     Check("zero2 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero2")),
+    *(Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_engine, strategy)) for strategy in ENGINES),
     Check(
         "ddp with gradients in bf16 stays near one GPU", 2, lambda: check_parity("ddp", parallel__compression="bf16")
     ),

@@ -170,6 +170,7 @@ def test_a_mute_micro_batch_adds_nothing_to_the_counts_of_a_step() -> None:
         )
     ]
     assert [batch.is_mute for batch in batches] == [False, True]
+    assert batches[0].num_supervised_tokens > 0 == batches[1].num_supervised_tokens
     layout, alone = find_layout(trainer.parallel, 1), [trainer.collator(data[:1])]
     assert count_tokens(batches, ALONE, layout) == count_tokens(alone, ALONE, layout)
     assert alone[0].num_visual_tokens > 0 and batches[1].num_visual_tokens > 0

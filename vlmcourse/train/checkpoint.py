@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vlmcourse.config import TrainConfig
+from vlmcourse.layout import DEEPSPEED
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
@@ -129,10 +130,13 @@ def _load_engine(path: Path, model: nn.Module, ranks: Ranks) -> None:
     """Load what a DeepSpeed engine saved into an engine of the same stage on as many ranks; refuse anything else."""
     meta = read_meta(path)
     before, now = meta["config"]["parallel"]["strategy"], "another strategy"
+    is_same = False
     if is_engine(model):
         engine: Any = model
-        now = f"deepspeed-zero{engine.zero_optimization_stage()}"
-    if before != now or meta["world_size"] != ranks.world_size:
+        stage = engine.zero_optimization_stage()
+        now = f"deepspeed-zero{stage}"
+        is_same = DEEPSPEED.get(before) == stage  # whether or not accelerate has started the engine
+    if not is_same or meta["world_size"] != ranks.world_size:
         raise ValueError(
             f"the checkpoint {str(path)!r} is of {before} on {meta['world_size']} ranks, and this run is {now} on "
             f"{ranks.world_size}: a DeepSpeed engine's shards load into the same stage on as many ranks, and nothing "

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,9 +25,6 @@ from torch.optim import Optimizer
 from vlmcourse.config import TrainConfig
 from vlmcourse.layout import DEEPSPEED
 from vlmcourse.parallel.ranks import Ranks
-
-TAG = "state"
-"""What DeepSpeed calls the checkpoint inside the folder that it is given."""
 
 
 def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -204,22 +200,3 @@ def gather_engine_state(engine: Any, *, gradients: bool = False) -> dict[str, Te
         return {name: gradient.to("cpu", copy=True) for name, gradient in found.items() if gradient is not None}
     with deepspeed.zero.GatheredParameters([p for _, p in named]):
         return {name: p.detach().to("cpu", copy=True) for name, p in named}
-
-
-# --- Checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def save_engine(engine: Any, folder: Path) -> None:
-    """Write weights and optimizer state as DeepSpeed does, each rank its shards; all ranks must call this."""
-    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-
-
-def load_engine(engine: Any, folder: Path) -> None:
-    """Overwrite weights and optimizer state with what `save_engine` wrote; all ranks must call this.
-
-    Raises:
-        RuntimeError: if DeepSpeed finds nothing to load.
-    """
-    path, _ = engine.load_checkpoint(str(folder), tag=TAG)
-    if path is None:
-        raise RuntimeError(f"rank {dist.get_rank()}: DeepSpeed loaded nothing from {str(folder)!r}: its files are gone")

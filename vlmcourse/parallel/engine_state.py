@@ -1,4 +1,4 @@
-"""What a rank of a DeepSpeed engine holds, under the names and sizes of the plain model, so that any strategy can load it.
+"""What a rank of a DeepSpeed engine holds, by the names and sizes of the plain model: any strategy can load it.
 
 Enters: an engine of any ZeRO stage. Leaves: its fp32 weights, Adam's moments and step counts as tensors of the plain
 model: whole ones where the rank holds them whole, `FlatShard`s where DeepSpeed cut them. They are views of what the
@@ -147,9 +147,7 @@ def find_pieces_of_groups(engine: Any) -> dict[nn.Parameter, Piece]:
                 pieces[parameter] = Piece(line=line, position=0, start=0, num_elements=0)
                 continue
             here, whole = found.hp_fragment_address, found.lp_fragment_address
-            pieces[parameter] = Piece(
-                line=line, position=here.start, start=whole.start, num_elements=whole.numel
-            )
+            pieces[parameter] = Piece(line=line, position=here.start, start=whole.start, num_elements=whole.numel)
     return pieces
 
 

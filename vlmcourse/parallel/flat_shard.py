@@ -90,6 +90,7 @@ class FlatShard(Tensor):
         """Make a shard.
 
         Args:
+            cls: this class.
             flat: this rank's elements, [n]; any number of them, also none.
             start: the place of the first in the flattened whole.
             size: of the whole tensor.

@@ -1,10 +1,10 @@
 """Save and load weights, optimizer state and progress, so that a stopped run goes on with the same losses.
 
-Enters: a model under any strategy, a DeepSpeed engine among them. Leaves: `checkpoints/step_000100/` with PyTorch's distributed checkpoint (every rank
-writes its shards), `meta.json` beside it, and the file `checkpoints/latest` that names the newest. A checkpoint holds
-tensors by name and not by rank, in the sizes of the plain model, so it also loads on another number of ranks or under
-another plan. It is written under another name and renamed when complete: a kill at any moment leaves the previous one
-in use.
+Enters: a model under any strategy, a DeepSpeed engine among them. Leaves: `checkpoints/step_000100/` with PyTorch's
+distributed checkpoint (every rank writes its shards), `meta.json` beside it, and the file `checkpoints/latest` that
+names the newest. A checkpoint holds tensors by name and not by rank, in the sizes of the plain model, so it also loads
+on another number of ranks or under another plan. It is written under another name and renamed when complete: a kill at
+any moment leaves the previous one in use.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity import AwkwardTrainer, build_trainer, parity_config
+from parity import AwkwardTrainer, awkward_samples, parity_config, small_shape
 
 from vlmcourse.config import TrainConfig
+from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.engines import EngineOptimizer, start_deepspeed
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.parallel.universal import convert_to_universal, load_native, load_universal, save_native
+from vlmcourse.presets import MODELS
 from vlmcourse.train.accumulate import accumulate_gradients
 from vlmcourse.train.optimizer import build_optimizer, learning_rate_scale, set_learning_rates
 
@@ -43,6 +45,15 @@ def configure(strategy: str, world_size: int, folder: Path, name: str, case: str
     """Return a run whose steps see the same 8 samples on any number of ranks."""
     config = parity_config(strategy, 1, world_size, case)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder), name=name))
+
+
+def build_trainer(config: TrainConfig, ranks: Ranks, seed: int) -> AwkwardTrainer:
+    """Build a trainer as the parity tests do, of one layer a tower: a checkpoint has half as many tensors to read."""
+    shape = small_shape(MODELS[config.model.preset].language.tied_embeddings)
+    vision, language = (dataclasses.replace(tower, num_layers=1) for tower in (shape.vision, shape.language))
+    model = build_model(dataclasses.replace(shape, vision=vision, language=language), seed=seed)
+    samples = awkward_samples()
+    return AwkwardTrainer(config, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False)
 
 
 def train_and_save(config: TrainConfig, ranks: Ranks) -> tuple[AwkwardTrainer, list[float]]:

@@ -14,11 +14,13 @@ from crossing_worker import (
     OTHER_CASES,
     SINGLE,
     STRATEGIES,
+    build_trainer,
     configure,
     resume,
     train_and_save,
 )
-from parity import LOSS_TOLERANCE, build_trainer, load
+from exported import check_exported
+from parity import LOSS_TOLERANCE, load
 from ranks import run_worker
 
 from vlmcourse.parallel.ranks import Ranks
@@ -33,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, losses = train_and_save(configure("single", 1, folder, SINGLE), ALONE)
     torch.save(losses, folder / "single.pt")
     for nproc in (2, 4, 1):
-        run_worker("crossing_worker.py", str(folder), nproc=nproc)
+        run_worker("crossing_worker.py", str(folder), nproc=nproc, timeout_s=400)
     return folder
 
 
@@ -84,10 +86,12 @@ def test_four_ranks_go_on_from_checkpoints_of_one_and_two(runs: Path, expected: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [*STRATEGIES, FROM_FOUR])
-def test_one_process_goes_on_from_checkpoints_of_two_and_four_ranks(
-    runs: Path, expected: list[float], source: str
+def test_one_process_goes_on_from_and_exports_checkpoints_of_two_and_four_ranks(
+    runs: Path, expected: list[float], source: str, tmp_path: Path
 ) -> None:
     trainer = build_trainer(configure("single", 1, runs, "x"), ALONE, 7)
+    trainer.resume(runs / source)
+    check_exported(runs / source, tmp_path / "out", trainer)
     check(resume(trainer, runs / source), expected, source)
 
 

@@ -7,6 +7,7 @@ folder that transformers and `model.hf_folder` read. One process on CPU does it,
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 DTYPES = ("saved", "fp32", "bf16")
@@ -24,9 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and say what was written; see `export_hf_folder` for what it raises."""
+    """Export, and say what was written; 1 where a file of the checkpoint is damaged.
+
+    Raises:
+        ValueError: if the checkpoint or the new folder cannot be used; see `export_hf_folder`.
+        FileNotFoundError: if there is no checkpoint, or not all of it.
+    """
     from vlmcourse.train.export import as_data, describe, export_hf_folder  # with torch, which --help does without
 
-    exported = export_hf_folder(args.run_folder, args.out, dtype=args.dtype, tokenizer=args.tokenizer)
+    try:
+        exported = export_hf_folder(args.run_folder, args.out, dtype=args.dtype, tokenizer=args.tokenizer)
+    except RuntimeError as error:
+        print(f"vlmcourse export: {error}", file=sys.stderr)
+        return 1
     print(as_data(exported) if args.json else describe(exported), flush=True)
     return 0

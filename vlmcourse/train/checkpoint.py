@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.train.folder import META_NAME, POINTER_NAME
 from vlmcourse.train.low_precision import LowPrecisionAdamW
-from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
+from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, quiet_alone, readable_errors
 from vlmcourse.train.precision import BF16_WEIGHTS
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,10 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)  # from a save that was killed
         partial.mkdir(parents=True)
     wait_for_all(ranks)
-    with _quiet_single(ranks), readable_errors(f"the checkpoint {str(final)!r} cannot be saved", "report this"):
+    with (
+        quiet_alone(ranks.world_size == 1),
+        readable_errors(f"the checkpoint {str(final)!r} cannot be saved", "report this"),
+    ):
         planner = PlainSavePlanner(_plain_sizes_of(model))
         with _loadable_state(model, optimizer) as state:
             dcp.save(state, checkpoint_id=partial, planner=planner, no_dist=ranks.world_size == 1)
@@ -111,7 +113,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
     """
     what = f"the checkpoint {str(path)!r} cannot be loaded"
     remedy = "a run goes on with the model and frozen towers that were saved; set them back, or start a new run"
-    with _quiet_single(ranks), readable_errors(what, remedy), _loadable_state(model, optimizer, loads=True) as state:
+    with (
+        quiet_alone(ranks.world_size == 1),
+        readable_errors(what, remedy),
+        _loadable_state(model, optimizer, loads=True) as state,
+    ):
         planner = PlainLoadPlanner(_plain_sizes_of(model))
         dcp.load(state, checkpoint_id=path, planner=planner, no_dist=ranks.world_size == 1)  # in place
     _fill_second_copies(model, optimizer)
@@ -265,12 +271,3 @@ def _write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-@contextmanager
-def _quiet_single(ranks: Ranks) -> Iterator[None]:
-    """Hide the remark that one process saves alone: it is meant so."""
-    with warnings.catch_warnings():
-        if ranks.world_size == 1:
-            warnings.filterwarnings("ignore", message=".*assum.*single process.*")
-        yield

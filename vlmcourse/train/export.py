@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from vlmcourse.models.hf import save_hf_folder
 from vlmcourse.models.vlm import build_model
 from vlmcourse.presets import LanguageShape, VisionShape, VLMShape
 from vlmcourse.train.folder import META_NAME, find_checkpoint, read_meta
+from vlmcourse.train.plain_checkpoint import quiet_alone, readable_errors
 
 DTYPES = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 """What weights may be written as; saved is what the checkpoint holds."""
@@ -86,10 +88,16 @@ class CheckpointWeights(Mapping[str, Tensor]):
         return len(self._keys)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a whole weight, onto the CPU."""
+        """Read a whole weight, onto the CPU.
+
+        Raises:
+            RuntimeError: if its file cannot be read.
+        """
         saved = self._saved(name)
         weight = torch.empty(saved.size, dtype=saved.properties.dtype)
-        dcp.load({self._keys[name]: weight}, checkpoint_id=self._folder, no_dist=True)
+        what, remedy = f"{name} of the checkpoint {str(self._folder)!r} cannot be read", "take another checkpoint"
+        with quiet_alone(), readable_errors(what, remedy):
+            dcp.load({self._keys[name]: weight}, checkpoint_id=self._folder, no_dist=True)
         return weight.to(self._dtype) if self._dtype else weight
 
     def size(self, name: str) -> torch.Size:
@@ -131,17 +139,22 @@ def export_hf_folder(
     Raises:
         FileNotFoundError: if there is no checkpoint, a part of it is missing, or there is no tokenizer.
         ValueError: if `out` has something in it or cannot be written, or its disk has no room.
+        RuntimeError: if a file of the checkpoint is damaged.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: choose one of {', '.join(DTYPES)}")
     folder = Path(out)
     _check_new(folder)
     checkpoint = _find_whole(Path(run))
-    meta = read_meta(checkpoint)
+    meta = _read_meta(checkpoint)
     weights = CheckpointWeights(checkpoint, DTYPES[dtype])
     model = build_model(_read_shape(checkpoint, meta), device="meta")
     named = meta["config"]["data"]["tokenizer"]
     tokenizer_dir = Path(tokenizer or (BUILTIN_FOLDER if named == "builtin" else named))
+    if not tokenizer_dir.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {str(tokenizer_dir)!r}, the run's tokenizer: give its present place with --tokenizer"
+        )
     _check_room(folder, weights.num_bytes)
     partial = folder.with_name(folder.name + ".partial")
     try:
@@ -171,15 +184,23 @@ def export_hf_folder(
 def read_dcp_metadata(checkpoint: Path) -> Metadata:
     """Return what PyTorch's distributed checkpoint knows of its files.
 
+    It is a pickle: read checkpoints of your own, or of people you trust.
+
     Raises:
         FileNotFoundError: if it is not there.
+        ValueError: if it cannot be read.
     """
+    where, remedy = f"the checkpoint {str(checkpoint)!r}", "take another of the run's checkpoints"
     try:
         return FileSystemReader(checkpoint).read_metadata()
-    except (FileNotFoundError, EOFError) as error:
+    except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"The checkpoint {str(checkpoint)!r} has no list of its tensors ({error}): it was not saved to its end, or "
-            "not copied whole; take another of the run's checkpoints"
+            f"{where} has no list of its tensors, the file .metadata: it was not saved to its end or not copied whole; "
+            f"{remedy}"
+        ) from error
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError) as error:
+        raise ValueError(
+            f"{where}: its list of tensors, the file .metadata, cannot be read ({error}); {remedy}"
         ) from error
 
 
@@ -214,6 +235,17 @@ def _find_whole(run: Path) -> Path:
             "checkpoints"
         )
     return find_checkpoint(run)
+
+
+def _read_meta(checkpoint: Path) -> dict[str, Any]:
+    """Return what was kept beside a checkpoint's tensors, and say so where that is no JSON."""
+    try:
+        return read_meta(checkpoint)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint {str(checkpoint)!r}: its {META_NAME} cannot be read ({error}); take another of the run's "
+            "checkpoints"
+        ) from error
 
 
 def _read_shape(checkpoint: Path, meta: Mapping[str, Any]) -> VLMShape:

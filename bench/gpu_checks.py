@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
+from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
@@ -284,6 +287,15 @@ def check_accumulated(strategy: str, **overrides: Any) -> str:
     return f"largest difference of {NUM_STEPS} losses {gap:.1e}"
 
 
+def check_engine(strategy: str) -> str:
+    """Two GPUs under an engine of DeepSpeed or accelerate give the losses of one GPU; the engine checks what it is."""
+    packages = ["deepspeed"] * (strategy in DEEPSPEED) + ["accelerate"] * strategy.startswith("accelerate")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotHereError(f"needs {' and '.join(missing)}")
+    return check_parity(strategy)
+
+
 def check_batch_norm() -> str:
     """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
     code = (
@@ -330,6 +342,7 @@ CHECKS = (
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
     Check("zero1 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero1")),
     Check("zero2 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero2")),
+    *(Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_engine, strategy)) for strategy in ENGINES),
     Check(
         "ddp with gradients in bf16 stays near one GPU", 2, lambda: check_parity("ddp", parallel__compression="bf16")
     ),

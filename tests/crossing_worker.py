@@ -25,6 +25,10 @@ from vlmcourse.train.optimizer import build_optimizer, learning_rate_scale, set_
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
 OTHER_CASES = {
+    "all towers": (
+        ("deepspeed-zero0", "accelerate-deepspeed-zero3"),
+        ("accelerate-deepspeed-zero2", "deepspeed-zero0"),
+    ),
     "vision frozen": (
         ("deepspeed-zero3", "zero1"),
         ("deepspeed-zero2", "deepspeed-zero3"),

@@ -6,7 +6,11 @@ Each rank trains the small model of the parity tests under every engine and writ
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,46 @@ RUNS = {
     "deepspeed-zero3, vision frozen": ("deepspeed-zero3", "vision frozen", 2),
     "deepspeed-zero1, clipping off": ("deepspeed-zero1", "clipping off", 1),
     "deepspeed-zero3, tied embeddings": ("deepspeed-zero3", "tied embeddings", 1),
+    "deepspeed-zero2, from a file": ("deepspeed-zero2", "all towers", 2),
+    "deepspeed-zero3, from a file": ("deepspeed-zero3", "all towers", 2),
+    "accelerate-deepspeed-zero1, from a file": ("accelerate-deepspeed-zero1", "all towers", 2),
 }
 """Name -> strategy, case of the parity tests, accumulation steps."""
+AUTO = {
+    **{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
+    **{"gradient_clipping": "auto", "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-5, "weight_decay": "auto"}},
+}
+SMALL_BUCKETS = {"reduce_bucket_size": "auto", "allgather_bucket_size": 5000, "contiguous_gradients": True}
+FILES: dict[str, dict[str, Any]] = {
+    "deepspeed-zero2, from a file": {
+        **AUTO,
+        "prescale_gradients": True,
+        "zero_optimization": {
+            **{"stage": 2, "reduce_scatter": False, "parameter_alignment": True},
+            **{"overlap_comm": True, "use_multi_rank_bucket_allreduce": False, "ignore_unused_parameters": True},
+            **SMALL_BUCKETS,
+        },
+    },
+    "deepspeed-zero3, from a file": {
+        **AUTO,
+        "zero_optimization": {
+            **{"stage": 3, "prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": 40},
+            **{"stage3_max_live_parameters": 2000, "stage3_max_reuse_distance": 1000, "sub_group_size": 4000},
+            **{"memory_efficient_linear": False, "stage3_module_granularity_threshold": 0},
+            **{"stage3_gather_16bit_weights_on_model_save": "auto", "overlap_comm": True, "enable_sanity_checks": True},
+            **SMALL_BUCKETS,
+        },
+    },
+    "accelerate-deepspeed-zero1, from a file": {
+        **AUTO,
+        "gradient_predivide_factor": 2.0,
+        "zero_optimization": {"stage": "auto", "allgather_partitions": False, "overlap_comm": False, **SMALL_BUCKETS},
+    },
+}
+"""Runs that take DeepSpeed's settings from a file -> what it holds: as much as goes that is not the default."""
+RESUMED_AS = {"accelerate-deepspeed-zero1": "deepspeed-zero1", "deepspeed-zero2": "accelerate-deepspeed-zero2"}
+"""Strategies whose checkpoint the same engine loads that has been started in the other way."""
 NUM_STEPS = 3
 SAVED_STEP = 2
 WEIGHT_SEED = 100
@@ -41,6 +83,11 @@ def run(name: str, ranks: Ranks, strategy: str | None = None) -> Recording:
     of, case, steps = RUNS[name]
     alone = strategy == "single"
     config = parity_config(strategy or of, 1 if alone else steps, ranks.world_size, case)
+    if name in FILES and not alone:
+        path = Path(tempfile.mkdtemp()) / "ds_config.json"
+        path.write_text(json.dumps(FILES[name]), encoding="utf-8")
+        parallel = dataclasses.replace(config.parallel, deepspeed_config=str(path))
+        config = dataclasses.replace(config, parallel=parallel)
     recording = record(build(config, ranks, WEIGHT_SEED + ranks.rank), NUM_STEPS)
     if config.parallel.strategy in DEEPSPEED and config.train.max_grad_norm:
         # An engine clips in its step, after the moment at which gradients are recorded.
@@ -52,14 +99,16 @@ def run(name: str, ranks: Ranks, strategy: str | None = None) -> Recording:
 
 def resume(strategy: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Save after some steps, go on, and go on again in a new trainer with other weights."""
-    config = parity_config(strategy, 2, ranks.world_size, "all towers")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder), name=strategy))
+    both = strategy, RESUMED_AS.get(strategy, strategy)
+    config, later = (parity_config(each, 2, ranks.world_size, "all towers") for each in both)
+    run = dataclasses.replace(config.run, output_dir=str(folder), name=strategy)
+    config, later = dataclasses.replace(config, run=run), dataclasses.replace(later, run=run)
     first = build(config, ranks, WEIGHT_SEED)
     for _ in range(SAVED_STEP):
         first.train_step()
     first.save()
     expected = [first.train_step().loss for _ in range(2)]
-    second = build(config, ranks, WEIGHT_SEED + 7)
+    second = build(later, ranks, WEIGHT_SEED + 7)
     step = second.resume()
     found: dict[str, Any] = {"step": step, "expected": expected}
     found["losses"] = [second.train_step().loss for _ in range(2)]
@@ -96,11 +145,45 @@ def share_nothing(ranks: Ranks) -> str:
     return ""
 
 
+def start_with_variables(ranks: Ranks) -> dict[str, Any]:
+    """Start DeepSpeed through accelerate in an environment that asks it for something else."""
+    import accelerate
+
+    os.environ.update({"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true"})
+    mine = accelerate.PartialState(cpu=True)
+    before, kind = dict(os.environ), mine.distributed_type
+    try:
+        engine: Any = build(parity_config("accelerate-deepspeed-zero2", 2, 2, "all towers"), ranks, WEIGHT_SEED).model
+        is_same = dict(os.environ) == before and accelerate.PartialState().distributed_type == kind
+        return {"is_same": is_same, "stage": engine.zero_optimization_stage()}
+    finally:
+        os.environ.pop("ACCELERATE_USE_CPU")
+        os.environ.pop("ACCELERATE_USE_FSDP")
+        accelerate.PartialState._reset_state()
+
+
+def fall_back(ranks: Ranks) -> str:
+    """Start DeepSpeed through an accelerator on CPU as its documentation says; return what is said."""
+    import accelerate
+
+    theirs = accelerate.Accelerator
+    accelerate.Accelerator = partial(theirs, cpu=True)
+    try:
+        build(parity_config("accelerate-deepspeed-zero3", 2, 2, "all towers"), ranks, WEIGHT_SEED)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        accelerate.Accelerator = theirs
+    return ""
+
+
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Any] = {name: run(name, ranks) for name in RUNS}
-    found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in (*DEEPSPEED, "accelerate-ddp")}
+    found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in ENGINES}
     found["nan"] = find_a_nan(ranks)
+    found["variables"] = start_with_variables(ranks)
+    found["fallback"] = fall_back(ranks)
     found["whole"] = share_nothing(ranks)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

@@ -86,7 +86,10 @@ def test_every_command_explains_its_arguments(command: str, capsys: pytest.Captu
         (["train"], "required: config"),
         (["train", TINY, "--procs", "2"], "unrecognized arguments: --procs 2; --procs: did you mean '--nproc'?"),
         (["train", TINY, "--jsn=1"], "unrecognized arguments: --jsn=1; --jsn: did you mean '--json'?"),
-        (["train", TINY, "--nproc", "2", "--foo"], "--foo: choose one of --help, --verbose, --set, --nproc"),
+        (
+            ["train", TINY, "--nproc", "2", "--foo"],
+            "--foo: choose one of --help, --verbose, --set, --deepspeed, --nproc",
+        ),
         (["train", TINY, "other.toml"], "unrecognized arguments: other.toml\n"),
         (["--foo", "train", TINY], "--foo: choose one of --help, --version"),
         (["train", TINY, "--nproc", "two"], "invalid int value: 'two'"),

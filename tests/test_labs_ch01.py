@@ -35,6 +35,7 @@ from vlmcourse.presets import get_cluster, get_model
         (True, "True is not a number"),
         (float("nan"), "nan is not a number"),
         ({"ddp": "x", "fsdp": 4}, "'x' is not a number"),
+        ({"ddp": "x", "fsdp": None}, "'x' is not a number: write plain digits such as 12 or 0.5, without"),
         (16, "Noted: 16 bytes a parameter."),
         ({"ddp": 8.4, "fsdp": 4}, "Noted: ddp 8.4, fsdp 4 bytes a parameter."),
     ],
@@ -46,9 +47,28 @@ def test_a_prediction_is_checked_only_for_being_there(prediction: object, expect
     assert not shown.err
 
 
+def test_a_prediction_may_have_no_unit_and_a_text_hides_no_gap(capsys: Any) -> None:
+    ch01.check_prediction("65504")
+    ch01.check_prediction(65504)
+    ch01.check_prediction({"dp 8": "128", "tp 2": None}, "samples")
+    wrong, noted, text, gap, _ = capsys.readouterr().out.splitlines()
+    assert wrong == "'65504' is not a number: write plain digits such as 12 or 0.5."
+    assert noted == "Noted: 65504."
+    assert text.startswith("'128' is not a number")
+    assert gap.startswith("No prediction for tp 2 yet")
+
+
 @pytest.mark.parametrize(
     ("prediction", "name", "shown"),
-    [(None, "", "-"), (1.5, "", "1.5"), ("a", "", "'a'"), ({"x": 2}, "x", "2"), ({"x": 2}, "y", "-"), (3, "x", "3")],
+    [
+        (None, "", "-"),
+        (1.5, "", "1.5"),
+        ("a", "", "-"),
+        ([1, 2], "", "-"),
+        ({"x": 2}, "x", "2"),
+        ({"x": 2}, "y", "-"),
+        (3, "x", "3"),
+    ],
 )
 def test_a_prediction_can_always_be_shown_in_a_table(prediction: object, name: str, shown: str) -> None:
     assert ch01.guess(prediction, name) == shown

@@ -125,7 +125,8 @@ def test_values_that_do_not_go_together_are_refused_from_a_file_and_in_python(
         (
             {"strategy": None},
             "parallel.strategy = None: must be of type str, not NoneType; choose one of single, ddp, zero1, zero2, "
-            "fsdp, hsdp, auto, deepspeed-zero1, deepspeed-zero2, deepspeed-zero3, accelerate-ddp",
+            "fsdp, hsdp, auto, deepspeed-zero0, deepspeed-zero1, deepspeed-zero2, deepspeed-zero3, "
+            "accelerate-deepspeed-zero1, accelerate-deepspeed-zero2, accelerate-deepspeed-zero3, accelerate-ddp",
         ),
         ({"timeout_s": True}, "parallel.timeout_s = True: must be of type float, not bool"),
         ({"timeout_s": 60, "tp": 0}, "parallel.tp = 0: must be 1 or greater"),

@@ -69,6 +69,20 @@ def test_zero_3_that_shards_nothing_is_refused(found: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
+def test_accelerate_is_not_turned_aside_by_variables_and_leaves_its_surroundings_alone(
+    found: list[dict[str, Any]],
+) -> None:
+    assert [of_rank["variables"] for of_rank in found] == [{"is_same": True, "stage": 2}] * 2
+
+
+@pytest.mark.slow
+def test_accelerate_that_falls_back_to_ddp_is_refused(found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        assert of_rank["fallback"].startswith(f"rank {rank}: accelerate runs (processes, kind, wrapper, device) (2, ")
+        assert "instead of (2, 'DEEPSPEED', 'DeepSpeedEngine', 'cpu')" in of_rank["fallback"]
+
+
+@pytest.mark.slow
 def test_the_nan_finder_looks_into_an_engine(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         [said] = of_rank["nan"]
@@ -125,5 +139,8 @@ def test_the_table_of_shares_says_what_an_engine_splits() -> None:
         "deepspeed-zero1": "1/2 of the optimizer's state",
         "deepspeed-zero3": "in shards of 1/2",
         "accelerate-ddp": "whole",
+        "deepspeed-zero0": "whole",
+        "accelerate-deepspeed-zero2": "1/2 of the optimizer's state",
+        "accelerate-deepspeed-zero3": "in shards of 1/2",
     }.items():
         assert words in share_table(parse_config({"parallel": {"strategy": strategy}}).parallel, 2, shape)

@@ -237,7 +237,8 @@ class TrainConfig:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         found += precision_problems(self.train.precision, self.parallel)
         found += self.activations.contradictions(self.parallel, self.model.freeze)
-        found += engine_problems(self.parallel.strategy, self.train.precision, self.activations)
+        parallel = self.parallel
+        found += engine_problems(parallel.strategy, self.train.precision, self.activations, parallel.deepspeed_config)
         if found:
             raise ConfigError("The training configuration", found)
 

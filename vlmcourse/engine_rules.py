@@ -12,15 +12,23 @@ from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.recompute import ActivationsConfig
 
 
-def engine_problems(strategy: str, precision: str, activations: ActivationsConfig) -> list[str]:
+def engine_problems(
+    strategy: str, precision: str, activations: ActivationsConfig, deepspeed_config: str = ""
+) -> list[str]:
     """Return which settings of a run its engine would not carry out, one sentence each; none for other strategies.
 
     Args:
         strategy: `parallel.strategy`.
         precision: `train.precision`.
         activations: what is recomputed or offloaded.
+        deepspeed_config: `parallel.deepspeed_config`.
     """
     found = []
+    if deepspeed_config and strategy not in DEEPSPEED:
+        found.append(
+            f"parallel.deepspeed_config = {deepspeed_config!r} with parallel.strategy = {strategy!r}: only DeepSpeed "
+            "reads it; choose 'deepspeed-zero0' to 'deepspeed-zero3' by the stage in the file, or leave it out"
+        )
     what = f"train.precision = {precision!r} with parallel.strategy = {strategy!r}"
     if strategy in DEEPSPEED and precision in ("bf16", "fp16"):
         found.append(

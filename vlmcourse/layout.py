@@ -20,12 +20,14 @@ from dataclasses import dataclass
 
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, suggest_choice
 
-DEEPSPEED = {"deepspeed-zero1": 1, "deepspeed-zero2": 2, "deepspeed-zero3": 3}
-"""Strategies that a DeepSpeed engine carries out -> its ZeRO stage."""
+ACCELERATE_DEEPSPEED = {f"accelerate-deepspeed-zero{stage}": stage for stage in (1, 2, 3)}
+"""Strategies for which accelerate starts a DeepSpeed engine -> its ZeRO stage."""
+DEEPSPEED = {**{f"deepspeed-zero{stage}": stage for stage in range(4)}, **ACCELERATE_DEEPSPEED}
+"""Strategies that a DeepSpeed engine carries out, whoever starts it -> its ZeRO stage."""
 ENGINES = (*DEEPSPEED, "accelerate-ddp")
 """Strategies that another project's engine carries out, behind the same Trainer."""
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto", *ENGINES)
-WHOLE_WEIGHTS = ("single", "ddp", "zero1", "deepspeed-zero1", "deepspeed-zero2", "accelerate-ddp")
+WHOLE_WEIGHTS = ("single", "ddp", "zero1", "accelerate-ddp", *(name for name, stage in DEEPSPEED.items() if stage < 3))
 """Strategies whose data-parallel ranks each hold all weights of their stage."""
 SHARDED = ("zero2", "fsdp", "hsdp")
 """Strategies that FSDP2 carries out."""
@@ -59,7 +61,8 @@ class ParallelConfig:
     strategy: str = "single"
     """What data-parallel ranks split: single (there is one), ddp (nothing), zero1 (optimizer state), zero2 (gradients
     too), fsdp (weights too), hsdp (as fsdp, in several copies). auto chooses, and the degrees with it.
-    deepspeed-zero1, -zero2, -zero3 and accelerate-ddp leave the same to these libraries."""
+    deepspeed-zero0 (nothing), -zero1, -zero2, -zero3 and accelerate-ddp leave the same to these libraries, and
+    accelerate-deepspeed-zero1, -zero2, -zero3 to both."""
     dp_replicate: int = 0
     """hsdp only: whole copies of the training state; 0 takes what the other degrees leave over."""
     dp_shard: int = 0
@@ -96,6 +99,9 @@ class ParallelConfig:
     """pp only: measure the layers in the first steps, and move them between ranks where that makes steps faster."""
     vision_stages: int = 0
     """Pipeline stages for the vision tower alone; 0 lets it share stages with language layers."""
+    deepspeed_config: str = ""
+    """DeepSpeed's strategies only: a ds_config.json to take its settings from, instead of those made from this file.
+    What both say must agree; 'auto' in it is filled in from here."""
     timeout_s: float = 60.0
     """Seconds that a rank waits for the others before it fails. Raise it where rank 0 alone is busy for longer, as in
     removing an old checkpoint of a large model, or where ranks finish an evaluation far apart."""

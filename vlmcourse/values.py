@@ -8,7 +8,7 @@ import numbers
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-FEW_CHOICES = 12
+FEW_CHOICES = 16
 """So many choices are all named, whatever was written."""
 
 

@@ -73,7 +73,7 @@ CHAPTERS = {
     ),
     "ch03_precision": Chapter(
         title="Fewer bits: which numbers survive",
-        minutes=55,
+        minutes=60,
         min_memory_gib=4,
         on_cpu="everything, on 2 gloo ranks; fp8 as casts before fp32 products",
         on_gpu="bf16 from compute capability 8.0, fp8 products from 8.9 with torchao; before that fp16",

@@ -22,6 +22,7 @@ from vlmcourse.commands.gpu_order import order_gpus
 from vlmcourse.commands.start import check_activations, check_degrees, check_rank_environment, check_room, find_shape
 from vlmcourse.config import ConfigError, TrainConfig, load_config
 from vlmcourse.config_files import check_files
+from vlmcourse.deepspeed_config import Run, check_deepspeed_file
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
@@ -63,6 +64,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         metavar="SECTION.KEY=VALUE",
         help="change one value of the file, such as train.num_steps=20; may be repeated",
+    )
+    parser.add_argument(
+        "--deepspeed",
+        action="append",
+        dest="overrides",
+        type=lambda path: f"parallel.deepspeed_config={json.dumps(path)}",
+        metavar="FILE",
+        help="take DeepSpeed's settings from a ds_config.json: short for --set parallel.deepspeed_config=FILE",
     )
 
 
@@ -137,6 +146,8 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
     With --verbose, also say which rank will hold what.
     """
     check_files(config)
+    shape = find_shape(config)
+    check_deepspeed_file(Run(config, world_size, shape.language.hidden_size if shape is not None else None))
     check_room(config)
     check_activations(config)
     check_run_folder(config, is_resumed=args.resume is not None)
@@ -146,7 +157,6 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
         check_steps_left(config, meta["step"])
     elif kept_as := aside(folder):
         print(f"the earlier run in {folder} will be kept as {kept_as}", flush=True)
-    shape = find_shape(config)
     if args.verbose and shape is not None:
         print(share_table(check_degrees(config, world_size), world_size, shape), flush=True)
 

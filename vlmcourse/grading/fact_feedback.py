@@ -142,7 +142,7 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
     ),
     "decimal_digits": (
         (
-            "the leading 1 is a digit too: m + 1 significant bits (F8: 11 bits of fp16 are 3.3 digits)",
+            "the leading 1 is a digit too: m + 1 significant bits (11 bits of fp16 are 3.3 digits)",
             lambda f: f.mantissa_bits * math.log10(2),
         ),
         ("do not round down: 11 bits are 3.311 digits", lambda f: math.floor(f.decimal_digits)),

@@ -1,4 +1,4 @@
-"""Runs answers to lab 1.1 and exercise 4.2 on real ranks, in processes of their own with a time limit.
+"""Runs answers to labs 1.1 and 5.1 and exercise 4.2 on real ranks, in processes of their own with a time limit.
 
 Enters: learners' functions and cases. Leaves: for each answer what every rank found in every case. A hang ends with the
 time that a collective may take, an endless loop with a time limit, a crash with its process: never with the grader.

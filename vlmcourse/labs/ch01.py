@@ -35,26 +35,27 @@ MAX_SEQ_LEN = 256
 # --- Predictions and tables -----------------------------------------------------------------------------------------
 
 
-def check_prediction(prediction: object, unit: str) -> None:
+def check_prediction(prediction: object, unit: str = "") -> None:
     """Say whether a prediction has been filled in; whether it is right is for the measurement to show.
 
     Args:
         prediction: a number, or a mapping of names to numbers; None where nothing has been written yet.
-        unit: what the numbers are counted in.
+        unit: what the numbers are counted in; "" where they have no unit.
     """
     values = dict(prediction) if isinstance(prediction, Mapping) else {"": prediction}
     missing = [name for name, value in values.items() if value is None]
     wrong = [name for name, value in values.items() if value is not None and not is_number(value)]
+    if wrong:
+        shown = ", ".join(repr(values[name]) for name in wrong)
+        without = f", without the unit ({unit})" if unit else ""
+        print(f"{shown} is not a number: write plain digits such as 12 or 0.5{without}.")
     if missing:
         which = f" for {', '.join(missing)}" if any(missing) else ""
         print(f"No prediction{which} yet: write a number in place of None and run this cell again.")
         print("Guessing first is half of the learning; the notebook also runs without.")
-    elif wrong:
-        shown = ", ".join(repr(values[name]) for name in wrong)
-        print(f"{shown} is not a number: write plain digits such as 12 or 0.5, without the unit ({unit}).")
-    else:
+    if not wrong and not missing:
         noted = ", ".join(f"{name} {guess(value)}".strip() for name, value in values.items())
-        print(f"Noted: {noted} {unit}.")
+        print(f"Noted: {noted} {unit}".rstrip() + ".")
 
 
 def is_number(value: object) -> bool:
@@ -63,14 +64,14 @@ def is_number(value: object) -> bool:
 
 
 def guess(prediction: object, name: str = "") -> str:
-    """Return a prediction as text for a table, "-" where there is none.
+    """Return a prediction as text for a table, "-" where there is no number.
 
     Args:
         prediction: as in `check_prediction`.
         name: which one of a mapping.
     """
     value = prediction.get(name) if isinstance(prediction, Mapping) else prediction
-    return "-" if value is None else f"{value:g}" if is_number(value) else repr(value)
+    return f"{value:g}" if is_number(value) else "-"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

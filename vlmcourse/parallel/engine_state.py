@@ -137,7 +137,11 @@ def at_rest(engine: Any) -> Iterator[None]:
 
 
 def find_pieces_of_groups(engine: Any) -> dict[nn.Parameter, Piece]:
-    """Return what this rank updates under ZeRO-1 or 2, by parameter; of each group at least an empty piece."""
+    """Return what this rank updates under ZeRO-1 or 2, by parameter; an empty piece of what others update.
+
+    Raises:
+        RuntimeError: if a piece holds other numbers than the weight that it should be a piece of.
+    """
     zero = engine.optimizer
     pieces = {}
     for line, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
@@ -147,8 +151,23 @@ def find_pieces_of_groups(engine: Any) -> dict[nn.Parameter, Piece]:
                 pieces[parameter] = Piece(line=line, position=0, start=0, num_elements=0)
                 continue
             here, whole = found.hp_fragment_address, found.lp_fragment_address
-            pieces[parameter] = Piece(line=line, position=here.start, start=whole.start, num_elements=whole.numel)
+            piece = Piece(line=line, position=here.start, start=whole.start, num_elements=whole.numel)
+            _check_piece(parameter, piece)
+            pieces[parameter] = piece
     return pieces
+
+
+@torch.no_grad()
+def _check_piece(parameter: nn.Parameter, piece: Piece) -> None:
+    """Refuse a map that does not show where weights lie: a checkpoint would be written without a word, and be wrong."""
+    expected = parameter.flatten()[piece.start : piece.start + piece.num_elements]
+    found = piece.line[piece.position : piece.position + piece.num_elements]
+    if not torch.equal(found.to(expected), expected):
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: DeepSpeed says that elements {piece.start} to {piece.start + piece.num_elements} "
+            f"of a weight of {list(parameter.shape)} are at {piece.position} of its group, and other numbers are "
+            "there: its checkpoints cannot be trusted; leave round_robin_gradients out of its settings"
+        )
 
 
 def find_pieces_of_weights(engine: Any) -> dict[nn.Parameter, Piece]:

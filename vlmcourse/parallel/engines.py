@@ -1,7 +1,7 @@
 """DeepSpeed behind the same Trainer: a plain model and its optimizer in, an engine out that is what its name says.
 
-Enters: a plain model, AdamW over its parameters, and a `TrainConfig` whose strategy is deepspeed-zero1, -zero2 or
--zero3. Leaves: a `DeepSpeedEngine`, its settings generated from ours, and an `EngineOptimizer` that lets it step. What
+Enters: a plain model, AdamW over its parameters, and a `TrainConfig` whose strategy is one of `DEEPSPEED`. Leaves: a
+`DeepSpeedEngine`, its settings made from ours or read from a file, and an `EngineOptimizer` that lets it step. What
 the engine is, is checked after start: on CPU ranks DeepSpeed's settings can be accepted and do nothing (a small model
 under ZeRO-3 is not sharded at all by default). Chapter 5.
 
@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.layout import DEEPSPEED
+from vlmcourse.deepspeed_config import Run, load_deepspeed_json, resolve_deepspeed
+from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED
+from vlmcourse.models.vlm import VLM
+from vlmcourse.parallel.accelerated import start_through_accelerate
+from vlmcourse.parallel.apply import check_equal_weights
+from vlmcourse.parallel.clipping import total_norm
 from vlmcourse.parallel.ranks import Ranks
 
 
@@ -36,18 +41,37 @@ def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
     Args:
         config: the run; its strategy is one of `DEEPSPEED`.
     """
+    stage = DEEPSPEED[config.parallel.strategy]
     return {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
         "gradient_accumulation_steps": config.train.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm,
         "zero_optimization": {
-            "stage": DEEPSPEED[config.parallel.strategy],
+            "stage": stage,
             # By default parameters below 100,000 elements stay whole on every rank: all of a tiny model.
-            "stage3_param_persistence_threshold": 0,
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
         },
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
     }
+
+
+def choose_deepspeed_settings(config: TrainConfig, world_size: int, hidden_size: int | None) -> dict[str, Any]:
+    """Return what DeepSpeed is given: what the run's `parallel.deepspeed_config` holds, or what is made without one.
+
+    Args:
+        config: the run.
+        world_size: its ranks.
+        hidden_size: of the language tower, by which 'auto' sizes in a file are filled in.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ConfigError: listing everything in the file that is wrong or does not fit the run.
+    """
+    path = config.parallel.deepspeed_config
+    if not path:
+        return build_deepspeed_settings(config)
+    return resolve_deepspeed(load_deepspeed_json(path), Run(config, world_size, hidden_size), where=path)
 
 
 class EngineOptimizer:
@@ -74,13 +98,19 @@ class EngineOptimizer:
         Communicates: an all-reduce of a few bytes for the norm; under ZeRO-1 and 2 an all-gather of all weights.
         """
         before = self.engine.global_steps
+        # Without ZeRO the engine clips by a norm that it does not keep.
+        norm = None if self.engine.zero_optimization_stage() else self._measure_norm()
         self.engine.step()
         if self.engine.global_steps != before + 1:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the DeepSpeed engine counts {self.engine.global_steps - before} steps "
                 "instead of 1: run the last micro-batch inside gradient_sync(model, True), as accumulate_gradients does"
             )
-        self.grad_norm = float(self.engine.get_global_grad_norm())
+        self.grad_norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+
+    def _measure_norm(self) -> float:
+        """Return the L2 norm of whole gradients, which all ranks hold."""
+        return float(total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None]))
 
 
 def start_deepspeed(
@@ -102,14 +132,24 @@ def start_deepspeed(
             strategy says.
     Communicates: a broadcast of all weights from rank 0, and a few bytes of checks.
     """
-    deepspeed = _import_deepspeed(ranks)
-    settings = build_deepspeed_settings(config)
-    engine = deepspeed.initialize(model=model.to(ranks.device), optimizer=optimizer, config=settings)[0]
-    check_deepspeed(engine, DEEPSPEED[config.parallel.strategy], ranks)
+    _import_deepspeed(ranks)
+    hidden_size = model.shape.language.hidden_size if isinstance(model, VLM) else None
+    settings = choose_deepspeed_settings(config, ranks.world_size, hidden_size)
+    start = start_through_accelerate if config.parallel.strategy in ACCELERATE_DEEPSPEED else _start_directly
+    engine = start(model.to(ranks.device), optimizer, settings, ranks)
+    is_chosen = bool(config.parallel.deepspeed_config)
+    check_deepspeed(engine, DEEPSPEED[config.parallel.strategy], ranks, is_chosen=is_chosen)
     return engine, EngineOptimizer(engine)
 
 
-def _import_deepspeed(ranks: Ranks) -> Any:
+def _start_directly(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], ranks: Ranks) -> Any:
+    """Return the engine that DeepSpeed makes by itself; arguments as those of `start_through_accelerate`."""
+    import deepspeed
+
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def _import_deepspeed(ranks: Ranks) -> None:
     """Import DeepSpeed for the kind of device that the ranks have, and let it use their process group."""
     wanted = ranks.device.type
     os.environ.setdefault("DS_ACCELERATOR", wanted)  # read once, at import
@@ -129,14 +169,22 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     if wanted == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for half a minute at first use
     deepspeed.init_distributed(dist_backend=ranks.backend, auto_mpi_discovery=False, verbose=False)
-    return deepspeed
 
 
-def check_deepspeed(model: nn.Module, stage: int, ranks: Ranks) -> None:
+def check_deepspeed(model: nn.Module, stage: int, ranks: Ranks, *, is_chosen: bool = False) -> None:
     """Refuse an engine that is not what its strategy's name says: equal losses would not show it.
 
+    Args:
+        model: what DeepSpeed or accelerate returned.
+        stage: of ZeRO.
+        ranks: this process's place.
+        is_chosen: whether a person has chosen the threshold of ZeRO-3, up to which parameters stay whole on every rank;
+            then some may, but not all.
+
     Raises:
-        RuntimeError: if the wrapper, the stage, the number of ranks, the number format or the shards are others.
+        RuntimeError: if the wrapper, the stage, the number of ranks, the number format or the shards are others; of
+            ZeRO-0, if the ranks' weights differ.
+    Communicates: without ZeRO an all-gather of 8 bytes a parameter and rank.
     """
     import deepspeed
 
@@ -152,13 +200,20 @@ def check_deepspeed(model: nn.Module, stage: int, ranks: Ranks) -> None:
         )
     if engine.fp16_enabled() or engine.bfloat16_enabled():
         raise RuntimeError(f"{where}: the engine trains in 16 bits instead of fp32: leave fp16 and bf16 out")
+    if stage == 0:
+        check_equal_weights(engine.module, ranks)
+        return
     mine, whole = count_sharded(engine, stage)
     # Each tensor, or group of them, is filled up until the ranks divide it and their parts are aligned.
     filling = 2 * ranks.world_size * sum(1 for _ in engine.module.parameters())
+    if is_chosen and stage == 3 and mine < whole:
+        kept = sum(p.ds_numel for p in engine.module.parameters() if p.ds_persist)
+        mine, whole = mine - kept, whole - kept
     if mine > whole / ranks.world_size + filling:
         raise RuntimeError(
             f"{where}: this rank holds {mine:,} elements of {whole:,}, and must hold 1/{ranks.world_size} of them: not "
-            "all is sharded; look at zero_optimization in the engine's settings"
+            "all is sharded; look at zero_optimization in the engine's settings, where "
+            "stage3_param_persistence_threshold keeps smaller parameters whole"
         )
 
 
@@ -167,7 +222,7 @@ def count_sharded(engine: Any, stage: int) -> tuple[int, int]:
 
     Args:
         engine: a DeepSpeed engine.
-        stage: 1 and 2 split what is updated (the fp32 weights in the optimizer), 3 all weights.
+        stage: 1 and 2 split what is updated (the fp32 weights in the optimizer), 3 all weights; 0 splits nothing.
     """
     parameters = list(engine.module.parameters())
     if stage == 3:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcourse.layout import SHARDED, Layout, ParallelConfig, align, check_usable, find_layout
+from vlmcourse.layout import DEEPSPEED, SHARDED, Layout, ParallelConfig, align, check_usable, find_layout
 from vlmcourse.planner.degrees import check_shape_divides, choose_split
 from vlmcourse.planner.schedules import stages_of_rank
 from vlmcourse.planner.stages import StageSplit
@@ -74,9 +74,10 @@ def _describe_rank(rank: int, config: ParallelConfig, layout: Layout, split: Sta
     if config.strategy in SHARDED:
         until = " between steps" if config.strategy == "zero2" else ""
         parts.append(f"in shards of 1/{layout.dp_shard * layout.cp}{until}")
-    if config.strategy == "deepspeed-zero3":
+    stage = DEEPSPEED.get(config.strategy, 0)
+    if stage == 3:
         parts.append(f"in shards of 1/{layout.dp_shard}")
-    if config.strategy in ("zero1", "deepspeed-zero1", "deepspeed-zero2"):
+    if config.strategy == "zero1" or stage in (1, 2):
         parts.append(f"1/{layout.summed_degree} of the optimizer's state")
     return RankShare(
         rank=rank,

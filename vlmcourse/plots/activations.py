@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from vlmcourse.monitor.ledger import Sample
-from vlmcourse.plots.style import COLOURS, GB, MB, new_figure
+from vlmcourse.plots.style import COLOURS, GB, KB, MB, new_figure
 
-KB = 10**3
 LEDGER_STYLES: dict[str, tuple[str, str]] = {
     "weights": (COLOURS["weights"], ""),
     "gathered": (COLOURS["weights"], "xx"),
@@ -28,6 +27,8 @@ PHASES = ("forward", "backward", "update")
 ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 """The box of a text that lines may cross."""
 MAX_POINTS = 1500
+VISIBLE_FRACTION = 0.004
+"""Of the highest moment: an owner that never has as much would be thinner than a line."""
 
 
 def plot_step_ledgers(steps: Mapping[str, Sequence[Sample]], title: str) -> Figure:
@@ -39,7 +40,7 @@ def plot_step_ledgers(steps: Mapping[str, Sequence[Sample]], title: str) -> Figu
         title: the message.
 
     Returns:
-        A figure in MB, panels side by side with one vertical axis.
+        A figure in MB of the owners that are large enough to be seen, panels side by side with one vertical axis.
 
     Raises:
         ValueError: if there is no step or one without samples.
@@ -48,7 +49,8 @@ def plot_step_ledgers(steps: Mapping[str, Sequence[Sample]], title: str) -> Figu
         raise ValueError("there is no sample to draw: run a step inside `with StepLedger(model, optimizer)`")
     figure, panels = new_figure(3.8, 1, len(steps), sharey=True, squeeze=False)
     highest = max(sample.total_bytes for samples in steps.values() for sample in samples) / MB
-    owners = [o for o in LEDGER_STYLES if any(o in s.by_owner() for samples in steps.values() for s in samples)]
+    sizes = [sample.by_owner() for samples in steps.values() for sample in samples]
+    owners = [o for o in LEDGER_STYLES if max(size.get(o, 0) for size in sizes) > VISIBLE_FRACTION * highest * MB]
     for axes, (name, samples) in zip(panels[0], steps.items(), strict=True):
         _draw_ledger(axes, samples, owners)
         peak = max(samples, key=lambda sample: sample.total_bytes)
@@ -83,9 +85,9 @@ def _draw_ledger(axes: Axes, samples: Sequence[Sample], owners: Sequence[str]) -
     starts = [phases.index(phase) for phase in PHASES if phase in phases]
     for start, end in zip(starts, [*starts[1:], len(samples)], strict=True):
         axes.axvline(start, color="black", lw=0.8, ls=":")
-        name = phases[start] if end - start > 0.2 * len(samples) else phases[start][:3] + "."
         place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
-        axes.text((start + end) / 2, 0.985, name, fontsize=8, **place)
+        rotation = 0 if end - start > 0.2 * len(samples) else 90
+        axes.text((start + end) / 2, 0.985, phases[start], fontsize=8, rotation=rotation, **place)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -97,7 +99,8 @@ def plot_kept_tensors(layers: Mapping[str, Mapping[str, int]], measured_bytes: M
         measured_bytes: of each layer.
 
     Returns:
-        A figure of horizontal bars in KB, one panel a layer, one above the other: equal bytes are equal lengths.
+        A figure of horizontal bars in kB (10^3 bytes), one panel a layer, one above the other: equal bytes have
+        equal lengths.
     """
     rows = [len(terms) for terms in layers.values()]
     longest = max(size for terms in layers.values() for size in terms.values()) / KB
@@ -112,7 +115,7 @@ def plot_kept_tensors(layers: Mapping[str, Mapping[str, int]], measured_bytes: M
         total = sum(terms.values())
         axes.set_title(f"{name}: formula {total:,}, measured {measured_bytes[name]:,} bytes", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("kept for backward (KB)")
+    panels[-1, 0].set_xlabel("kept for backward (kB)")
     return figure
 
 

@@ -33,6 +33,7 @@ OWNERS = ("weights", "gradients", "optimizer")
 
 WIDTH_INCHES = 7.5
 GB = 10**9
+KB = 10**3
 MB = 10**6
 
 

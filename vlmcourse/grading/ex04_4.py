@@ -1,0 +1,291 @@
+"""Exercise 4.4, graded: what training keeps on one rank, by owner, and the report of a model of two towers.
+
+Enters: a learner's functions of plain numbers. Leaves: points (always a number from 0 to the cell's maximum) and
+printed feedback that names the misconception. The cases of the hidden tests come from the same generators under another
+seed. Right values are the planner's; numbers count to 1 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vlmcourse.grading.assumptions import is_near
+from vlmcourse.grading.checks import Outcome, as_number, ask_each, award, explain_signature, show_first
+from vlmcourse.grading.memory_cases import (
+    OWNERS,
+    STAGES,
+    ActivationCase,
+    ReportCase,
+    StateCase,
+    Strategy,
+    activation_bytes,
+    make_activation_cases,
+    make_report_cases,
+    make_state_cases,
+    report_gib,
+    state_bytes,
+)
+from vlmcourse.grading.memory_mistakes import explain_state
+from vlmcourse.grading.memory_mistakes_kept import explain_activations, explain_report
+from vlmcourse.grading.plain import call_plainly
+
+ANSWERED_BY = ("vlmcourse.planner.memory", "vlmcourse.planner.activations", "vlmcourse.planner.layer_activations")
+"""Modules that hold the answers."""
+STATE_ARGUMENTS = ("num_params", "num_ranks", "stage", "precision")
+ACTIVATION_ARGUMENTS = ("num_layers", "hidden", "num_heads", "seq_len", "micro_batch", "precision", "flash")
+REPORT_ARGUMENTS = ("vision", "language", "batch", "seq_len", "image_tokens", "num_ranks", "stage", "precision")
+REPORTED = (*OWNERS, "total")
+"""What a report holds; each is worth the same share of the points."""
+NO_STAGE, UNEVEN_BATCH = 4, 3
+"""A stage that does not exist, and what is added to a batch so that the ranks do not divide it."""
+
+Answers = list[tuple[Any, float]]
+"""Pairs of a case with what was asked of it, and the number given."""
+
+
+def _takes(function: Any, names: Sequence[str]) -> bool:
+    """Tell whether a function can be called with these arguments by position; say so if not."""
+    wrong = explain_signature(function, *names)
+    if wrong:
+        print(wrong)
+    return not wrong
+
+
+def _ask(function: Any, *calls: tuple[Any, ...]) -> Outcome:
+    """Call a learner's function with each of these arguments, in one go."""
+    if not callable(function):
+        return Outcome(error=f"this is not a function but {type(function).__name__}")
+
+    def ask_all() -> list[Any]:
+        return [function(*arguments) for arguments in calls]
+
+    return call_plainly(ask_all, module=ANSWERED_BY)
+
+
+def _show_ideas(ideas: Sequence[str]) -> None:
+    """Print what the answers look like."""
+    for number, sentence in enumerate(ideas):
+        print(f"{'And' if number else 'It looks as if'} {sentence}.")
+
+
+def _refuses(function: Any, arguments: tuple[Any, ...], what: str) -> bool:
+    """Tell whether an input that cannot be is refused."""
+    outcome = _ask(function, arguments)
+    if outcome.error.startswith("ValueError"):
+        return True
+    got = outcome.error or f"{outcome.value[0]!r:.60} was returned"
+    print(f"{what}: raise a ValueError ({got})")
+    return False
+
+
+def _judge_all(
+    case: object, outcome: Outcome, asked: Sequence[tuple[str, float]]
+) -> tuple[list[float] | None, float, str]:
+    """Compare the numbers of one case with the right ones; the case counts if all are right.
+
+    Args:
+        case: what the line about it begins with.
+        outcome: a list of answers, or an error.
+        asked: for each answer what was asked for, and the right number.
+    """
+    if outcome.error:
+        return None, 0.0, f"{case}: {outcome.error}"
+    got = [as_number(value) for value in outcome.value]
+    for number, answer, (name, right) in zip(got, outcome.value, asked, strict=True):
+        if number is None:
+            return None, 0.0, f"{case}, {name}: return one number of bytes, not {answer!r:.60}"
+        if not is_near(number, right):
+            numbers = [each for each in got if each is not None]
+            return (
+                numbers if len(numbers) == len(got) else None,
+                0.0,
+                f"{case}, {name}: {number:.5g} bytes is not right",
+            )
+    return [number for number in got if number is not None], 1.0, ""
+
+
+# --- Weights, gradients, optimizer state ----------------------------------------------------------------------------
+
+
+def check_weights(function: Any, points: float, seed: int, num_cases: int = 8) -> float:
+    """Grade `weight_bytes(num_params, num_ranks, stage, precision)`; see `_check_state`."""
+    return _check_state(function, "weights", "weight_bytes", points, seed, num_cases)
+
+
+def check_gradients(function: Any, points: float, seed: int, num_cases: int = 8) -> float:
+    """Grade `gradient_bytes(num_params, num_ranks, stage, precision)`; see `_check_state`."""
+    return _check_state(function, "gradients", "gradient_bytes", points, seed, num_cases)
+
+
+def check_optimizer(function: Any, points: float, seed: int, num_cases: int = 8) -> float:
+    """Grade `optimizer_bytes(num_params, num_ranks, stage, precision)`; see `_check_state`."""
+    return _check_state(function, "optimizer", "optimizer_bytes", points, seed, num_cases)
+
+
+def _check_state(function: Any, owner: str, name: str, points: float, seed: int, num_cases: int) -> float:
+    """Grade the bytes of one owner: a model counts if all four stages are right; a stage that is none, as much.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    if not _takes(function, STATE_ARGUMENTS):
+        return 0.0
+
+    def ask(case: StateCase) -> Outcome:
+        return _ask(function, *((case.num_params, case.num_ranks, stage, case.precision) for stage in STAGES))
+
+    def judge(case: StateCase, outcome: Outcome) -> tuple[list[float] | None, float, str]:
+        asked = [
+            (f"stage {stage}", state_bytes(owner, case.num_params, case.num_ranks, Strategy(stage, case.precision)))
+            for stage in STAGES
+        ]
+        return _judge_all(case, outcome, asked)
+
+    asked = ask_each(name, make_state_cases(seed, num_cases), ask, judge)
+    if asked is None:
+        return 0.0
+    answers: Answers = [
+        ((case, stage), number)
+        for case, numbers in asked.answers
+        for stage, number in zip(STAGES, numbers, strict=True)
+    ]
+    _show_ideas(explain_state(owner, answers) if asked.num_wrong else ())
+    refused = not asked.stopped and _refuses(
+        function, (10**9, 4, NO_STAGE, "fp32"), f"stage {NO_STAGE}: ZeRO has the stages 0 (DDP) to 3"
+    )
+    return award(points, asked.earned + refused, num_cases + 1) if asked.earned else 0.0
+
+
+# --- Activations of one tower ---------------------------------------------------------------------------------------
+
+
+def check_activations(function: Any, points: float, seed: int, num_cases: int = 8) -> float:
+    """Grade `activation_bytes(num_layers, hidden, num_heads, seq_len, micro_batch, precision, flash)`.
+
+    A tower counts if it is right with and without flash attention.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    if not _takes(function, ACTIVATION_ARGUMENTS):
+        return 0.0
+
+    def ask(case: ActivationCase) -> Outcome:
+        shape = (*case.tower[1:], case.seq_len, case.micro_batch, case.precision)
+        return _ask(function, *((*shape, flash) for flash in (True, False)))
+
+    def judge(case: ActivationCase, outcome: Outcome) -> tuple[list[float] | None, float, str]:
+        shape = (case.tower, case.seq_len, case.micro_batch, case.precision)
+        asked = [(f"flash={flash}", activation_bytes(*shape, flash=flash)) for flash in (True, False)]
+        return _judge_all(case, outcome, asked)
+
+    asked = ask_each("activation_bytes", make_activation_cases(seed, num_cases), ask, judge)
+    if asked is None:
+        return 0.0
+    answers: Answers = [
+        ((case, flash), number)
+        for case, numbers in asked.answers
+        for flash, number in zip((True, False), numbers, strict=True)
+    ]
+    _show_ideas(explain_activations(answers) if asked.num_wrong else ())
+    return award(points, asked.earned, num_cases)
+
+
+# --- The report -----------------------------------------------------------------------------------------------------
+
+
+def check_report(function: Any, points: float, seed: int, num_cases: int = 5) -> float:
+    """Grade `memory_report(vision, language, batch, seq_len, image_tokens, num_ranks, stage, precision)`.
+
+    Each owner, and the total, has its share of the points; in a case it counts if it is right for all strategies. The
+    first case is the exercise's own model. A batch that the ranks do not divide counts as a case.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    if not _takes(function, REPORT_ARGUMENTS):
+        return 0.0
+
+    def ask(case: ReportCase) -> Outcome:
+        return _ask(function, *(case.arguments(strategy) for strategy in case.strategies))
+
+    asked = ask_each("memory_report", make_report_cases(seed, num_cases), ask, _judge_report)
+    if asked is None:
+        return 0.0
+    if asked.num_wrong:
+        _explain_reports(asked.answers)
+    case = make_report_cases(seed, 1)[0]
+    uneven = (case.vision, case.language, case.batch + UNEVEN_BATCH, *case.arguments(case.strategies[0])[3:])
+    refused = not asked.stopped and _refuses(
+        function, uneven, f"batch {case.batch + UNEVEN_BATCH} on {case.num_ranks} ranks: they cannot share it evenly"
+    )
+    return award(points, asked.earned + refused, num_cases + 1) if asked.earned else 0.0
+
+
+def _judge_report(case: ReportCase, outcome: Outcome) -> tuple[list[dict[str, float]] | None, float, str]:
+    if outcome.error:
+        return None, 0.0, f"{case}: {outcome.error}"
+    reports = [_read_report(answer) for answer in outcome.value]
+    for report, answer in zip(reports, outcome.value, strict=True):
+        if isinstance(report, str):
+            return None, 0.0, f"{case}: {report}, not {answer!r:.100}"
+    found = [report for report in reports if not isinstance(report, str)]
+    rights = [report_gib(case, strategy) for strategy in case.strategies]
+    wrong = {
+        owner: (strategy, report[owner])
+        for strategy, report, right in reversed(list(zip(case.strategies, found, rights, strict=True)))
+        for owner in REPORTED
+        if not is_near(report[owner], right[owner])
+    }
+    worth = 1 - len(wrong) / len(REPORTED)
+    shown = [
+        f"{owner} {wrong[owner][1]:.5g} GiB ({wrong[owner][0]})"
+        for owner in REPORTED
+        if owner in wrong and (owner != "total" or len(wrong) == 1)  # a total follows from the others
+    ]
+    return found, worth, f"{case}: not right are {', '.join(shown)}"
+
+
+def _read_report(answer: Any) -> dict[str, float] | str:
+    """Return a report's numbers by owner, or what to return instead."""
+    if not isinstance(answer, Mapping):
+        return f"return a dict with the keys {', '.join(REPORTED)}"
+    missing = [owner for owner in REPORTED if owner not in answer]
+    if missing:
+        return f"the report lacks {', '.join(missing)}"
+    found: dict[str, float] = {}
+    for owner in REPORTED:
+        number = as_number(answer[owner])
+        if number is None:
+            return f"{owner} must be a number of GiB"
+        found[owner] = number
+    return found
+
+
+def _explain_reports(answers: Sequence[tuple[ReportCase, list[dict[str, float]]]]) -> None:
+    """Print the mistakes behind all reports, each once, with the owner it shows in where it is not all of them."""
+    said: dict[str, list[str]] = {}
+    for owner in OWNERS:
+        for sentence in explain_report(owner, _numbers_of(answers, lambda report, owner=owner: report[owner])):
+            said.setdefault(sentence, []).append(owner)
+    for sentence, owners in said.items():
+        where = "" if len(owners) == len(OWNERS) else f"{' and '.join(owners)}: "
+        print(f"{where}it looks as if {sentence}.")
+    off = [
+        f"{case}, {strategy}: the total {report['total']:.5g} GiB is not the sum of your four owners"
+        for case, reports in answers
+        for strategy, report in zip(case.strategies, reports, strict=True)
+        if not is_near(report["total"], sum(report[owner] for owner in OWNERS))
+    ]
+    show_first(off[:1])
+
+
+def _numbers_of(
+    answers: Sequence[tuple[ReportCase, list[dict[str, float]]]], read: Callable[[dict[str, float]], float]
+) -> Answers:
+    return [
+        ((case, strategy), read(report))
+        for case, reports in answers
+        for strategy, report in zip(case.strategies, reports, strict=True)
+    ]

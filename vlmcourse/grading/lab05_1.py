@@ -1,0 +1,100 @@
+"""Lab 5.1, graded: a ZeRO-1 AdamW on real ranks, against one process, in bytes kept and in bytes sent.
+
+Enters: a learner's class `Zero1AdamW(params, lr, betas, eps, weight_decay)` with `step()` and `zero_grad()`. Leaves:
+points (always a number from 0 to the cell's maximum) and printed feedback that names the mistake. The cases of the
+hidden tests come from the same generator under another seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vlmcourse.grading.checks import award, explain_signature
+from vlmcourse.grading.lab01_1 import is_blank
+from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
+from vlmcourse.grading.zero_cases import make_zero_cases
+from vlmcourse.grading.zero_feedback import (
+    ABORTED,
+    explain_cases,
+    has_equal_weights,
+    has_right_weights,
+    keeps_its_share,
+    sends_enough,
+)
+
+ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay")
+METHODS = ("step", "zero_grad")
+WORKER = "vlmcourse.grading.zero_worker"
+MAX_SHOWN = 3
+"""Mistakes that the feedback names."""
+SHARE_OF_WEIGHTS, SHARE_OF_EQUALITY, SHARE_OF_STATE, SHARE_OF_TRAFFIC = 5, 1, 3, 1
+"""How the points are shared out; all but the first count where the weights are right."""
+
+
+def check_optimizer(
+    optimizer_class: Any,
+    points: float,
+    seed: int,
+    num_cases: int = 3,
+    world_sizes: Sequence[int] = (2,),
+    collective_limit_s: float = COLLECTIVE_LIMIT_S,
+) -> float:
+    """Grade `Zero1AdamW` on real ranks against `torch.optim.AdamW` in one process.
+
+    Args:
+        optimizer_class: the learner's class.
+        points: the cell's maximum.
+        seed: of the cases.
+        num_cases: how many for each number of ranks.
+        world_sizes: numbers of ranks.
+        collective_limit_s: seconds that a collective may wait for the other ranks.
+
+    Returns:
+        Points from 0 to `points`; feedback is printed.
+    """
+    problem = _find_problem(optimizer_class)
+    if problem:
+        print(problem)
+        return 0.0
+    cases = [case for size in world_sizes for case in make_zero_cases(seed, size, num_cases)]
+    try:
+        (reports,) = run_answers([optimizer_class], cases, worker=WORKER, collective_limit_s=collective_limit_s)
+    except (ValueError, RuntimeError) as error:
+        print(error)
+        return 0.0
+    show_rank_prints(reports)
+    return grade_optimizer(reports, points, len(cases))
+
+
+def _find_problem(optimizer_class: Any) -> str:
+    """Say why no rank need be started for an answer, or ""."""
+    if not isinstance(optimizer_class, type):
+        return f"Zero1AdamW must be a class, not {type(optimizer_class).__name__}"
+    if any(is_blank(getattr(optimizer_class, name, None)) for name in ("__init__", *METHODS)):
+        return "Zero1AdamW is not solved yet"
+    missing = [name for name in METHODS if not callable(getattr(optimizer_class, name, None))]
+    if missing:
+        return f"Zero1AdamW lacks {' and '.join(f'{name}()' for name in missing)}"
+    return explain_signature(optimizer_class, *ARGUMENTS)
+
+
+def grade_optimizer(reports: AnswerReports, points: float, num_cases: int) -> float:
+    """Print what was wrong in an answer's cases and return its points."""
+    shown = explain_cases(reports.cases)
+    for sentences in list(shown.values())[:MAX_SHOWN]:
+        print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
+    if len(reports.cases) < num_cases:
+        if reports.failure and all(case.is_done for case in reports.cases):
+            print(ABORTED if "SIGABRT" in reports.failure else f"The ranks did not come to an end: {reports.failure}")
+        print(f"{num_cases - len(reports.cases)} more cases were not run")
+    right = [case for case in reports.cases if has_right_weights(case)]
+    counts = {
+        "weights": (SHARE_OF_WEIGHTS, len(right)),
+        "equal on all ranks": (SHARE_OF_EQUALITY, sum(map(has_equal_weights, right))),
+        "state": (SHARE_OF_STATE, sum(map(keeps_its_share, right))),
+        "bytes sent": (SHARE_OF_TRAFFIC, sum(map(sends_enough, right))),
+    }
+    print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, (_, count) in counts.items()))
+    total = sum(share for share, _ in counts.values())
+    return award(points, sum(share * count for share, count in counts.values()) / total, num_cases)

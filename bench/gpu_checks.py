@@ -14,6 +14,7 @@ import argparse
 import copy
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.layout import DEEPSPEED, ENGINES
+from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
@@ -233,6 +235,54 @@ def check_activations() -> str:
     )
 
 
+ALLOCATOR_PROGRAM = """
+import json, sys, torch
+from vlmcourse.labs.fragmentation import batches_as_they_come, fragmentation_shape, mixed_resolutions
+from vlmcourse.models.vlm import build_model
+from vlmcourse.monitor.alloc_conf import check_alloc_conf
+from vlmcourse.monitor.allocator_check import compare_with_simulator
+from vlmcourse.monitor.cuda_snapshot import read_map, record_history, take_snapshot
+from vlmcourse.train.accumulate import micro_batch_loss_sum
+verdict = check_alloc_conf()
+record_history()
+model = build_model(fragmentation_shape(), seed=0).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for batch in batches_as_they_come(mixed_resolutions(24), 4):
+    batch = batch.to("cuda")
+    loss = micro_batch_loss_sum(model, batch, "fp32") / batch.num_supervised_tokens
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    large = torch.empty(sum(batch.tiles_per_sample) * 2**20, device="cuda")  # 12 MiB and more: a segment of its own
+    del batch, loss
+snapshot = take_snapshot()
+found, seen = compare_with_simulator(snapshot), read_map(snapshot)
+same = (seen.reserved_bytes, seen.allocated_bytes) == (torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+print(json.dumps({"equal": found.is_equal, "same": same, "said": found.describe(), "setting": verdict.state}))
+"""
+
+
+def check_allocator(settings: str = "") -> str:
+    """The simulated allocator reserves what the real one does, after every allocation and free of training steps."""
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOC_CONF_NAMES}
+    environment |= {"PYTORCH_ALLOC_CONF": settings} if settings else {}
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATOR_PROGRAM],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["setting"] == ("in effect" if settings else "unset"), f"{settings!r} is {found['setting']}"
+    assert found["same"], "the map of the snapshot has other bytes than memory_reserved() and memory_allocated()"
+    assert found["equal"], found["said"]
+    return found["said"]
+
+
 def check_nccl() -> str:
     """Ranks choose NCCL and a GPU each, and an all-reduce is right."""
     code = (
@@ -326,6 +376,34 @@ def check_fsdp_memory() -> str:
     return f"peak of fsdp on 2 GPUs is {ratio:.2f} of one GPU's"
 
 
+IN_MAIN_MEMORY = {"offload__optimizer": "cpu", "offload__parameters": "cpu"}
+
+
+def check_offload_memory() -> str:
+    """FSDP's peak on two GPUs is lower where the shards lie in main memory, for a model whose state dominates."""
+    small = {"model__preset": "small", "train__micro_batch_size": 2}
+    here, away = train("fsdp", 2, **small), train("fsdp", 2, **small, **IN_MAIN_MEMORY)
+    ratio = away["peak_bytes"] / here["peak_bytes"]
+    assert ratio < 1, f"with offloading fsdp took {ratio:.2f} of its peak without"
+    return f"peak of fsdp with its shards in main memory is {ratio:.2f} of that without"
+
+
+def check_nvme() -> str:
+    """DeepSpeed's ZeRO-3 with its state in files gives the losses of one GPU; the run refuses itself without files."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_files = {"offload__optimizer": "nvme", "offload__parameters": "nvme", "offload__nvme_path": folder}
+        model: dict[str, Any] = {"model__preset": "small"}
+        one = train("single", 1, **model, train__micro_batch_size=4)
+        try:
+            gap = largest_gap(one, train("deepspeed-zero3", 2, **model, **in_files, train__micro_batch_size=2))
+        except RuntimeError as error:
+            if "libaio" in str(error) or "direct I/O" in str(error):
+                raise NotHereError(str(error).splitlines()[-1]) from error
+            raise
+    assert gap < 1e-3, f"losses with state in files and of one GPU differ by {gap:.2e}"
+    return f"largest difference of losses to one GPU {gap:.1e}"
+
+
 CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
@@ -336,6 +414,16 @@ CHECKS = (
     Check("the policy of autocast on a GPU", 1, check_autocast_policy),
     Check("fp16 on 2 GPUs under fsdp stays near fp32", 2, lambda: check_precision("fp16", "fsdp", 2)),
     Check("activations are recomputed, offloaded and counted", 1, check_activations),
+    Check("the simulated allocator does what the real one does", 1, check_allocator),
+    Check(
+        "the simulated allocator does so with expandable segments",
+        1,
+        lambda: check_allocator("expandable_segments:True"),
+    ),
+    Check("the simulated allocator does so with a limit to splits", 1, lambda: check_allocator("max_split_size_mb:32")),
+    Check(
+        "the simulated allocator does so with rounded sizes", 1, lambda: check_allocator("roundup_power2_divisions:8")
+    ),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
@@ -372,6 +460,29 @@ CHECKS = (
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
+    *(
+        Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))
+        for strategy in ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+    ),
+    *(
+        Check(
+            f"{strategy} with its optimizer in main memory, updated by {adam}, on 2 GPUs equals one GPU",
+            2,
+            partial(check_parity, strategy, offload__optimizer="cpu", offload__adam=adam),
+        )
+        for strategy in ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+        for adam in ("torch", "deepspeed")
+    ),
+    *(
+        Check(
+            f"{strategy} with shards and optimizer in main memory on 2 GPUs equals one GPU",
+            2,
+            partial(check_parity, strategy, **IN_MAIN_MEMORY),
+        )
+        for strategy in ("deepspeed-zero3", "fsdp")
+    ),
+    Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
+    Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),
 )
 
 

@@ -88,3 +88,13 @@ def test_a_gpu_without_bf16_is_told_to_use_fp16_or_fp32(monkeypatch):
 
 def test_every_chapter_in_the_repository_has_its_needs_listed():
     assert {path.parent.name for path in ROOT.glob("solutions/*/*.ipynb")} <= set(doctor.CHAPTERS)
+
+
+def test_a_setting_of_the_allocator_that_torch_would_refuse_is_a_note_that_says_why(monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert doctor.check_allocator() == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:true")
+    found = finding("allocator")
+    assert (found.state, found.value) == ("note", "PYTORCH_ALLOC_CONF=expandable_segments:true")
+    assert "with a capital" in found.fix

@@ -168,6 +168,19 @@ def check_backends() -> list[Finding]:
     return findings
 
 
+def check_allocator() -> list[Finding]:
+    """Report the setting of the CUDA allocator in the environment, if there is one."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from vlmcourse.monitor.alloc_conf import check_alloc_conf
+
+    verdict = check_alloc_conf()
+    if verdict.state == "unset":
+        return []
+    state = "ok" if verdict.state == "in effect" and not verdict.fix else "note"
+    return [Finding("allocator", state, verdict.value, verdict.fix)]
+
+
 def check_compiler() -> Finding:
     """Report a C++ compiler, which torch.compile and compiled extensions call."""
     for name in ("c++", "g++", "clang++"):
@@ -204,6 +217,7 @@ def examine(folder: Path | None = None) -> list[Finding]:
     findings = [check_python(), check_cores(), check_memory(), check_disk(folder or Path.cwd())]
     findings += check_packages()
     findings += check_backends()
+    findings += check_allocator()
     findings.append(check_compiler())
     if importlib.util.find_spec("torch") is not None:
         findings += check_chapters()

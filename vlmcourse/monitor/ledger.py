@@ -219,10 +219,14 @@ class StepLedger:
             self._made.setdefault(layer, []).extend(added)
         self._sample()
 
+    @property
+    def phase(self) -> str:
+        """What the step is at: forward, backward or update."""
+        return "update" if self._in_update else "backward" if _in_backward() else "forward"
+
     def _sample(self) -> None:
-        phase = "update" if self._in_update else "backward" if _in_backward() else "forward"
         live = {owner: size for owner, size in self._book.live_bytes.items() if size}
-        self.samples.append(Sample(time.perf_counter() - self._started_s, phase, live))
+        self.samples.append(Sample(time.perf_counter() - self._started_s, self.phase, live))
 
     def _find_gradients(self) -> None:
         for parameter in self._parameters:

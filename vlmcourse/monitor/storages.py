@@ -61,6 +61,8 @@ class StorageBook(TorchDispatchMode):
         self.device_type, self.after_operation = device_type, after_operation
         self.live_bytes: Counter[Owner] = Counter()
         """Bytes by owner, now."""
+        self.on_change: Callable[[str, Entry], None] | None = None
+        """Called with alloc, free or give after a storage came, before it goes, and after its owner changed."""
         self._entries: dict[int, Entry] = {}
 
     def __exit__(
@@ -90,6 +92,7 @@ class StorageBook(TorchDispatchMode):
         entry = Entry(size, owner, weakref.ref(storage, partial(self._forget, key)))
         self._entries[key] = entry
         self.live_bytes[owner] += size
+        self._tell("alloc", entry)
         return entry
 
     def find(self, tensor: Tensor) -> Entry | None:
@@ -107,9 +110,12 @@ class StorageBook(TorchDispatchMode):
 
     def pass_on(self, entry: Entry, owner: Owner) -> None:
         """Give a live storage to another owner."""
+        if owner == entry.owner:
+            return
         self.live_bytes[entry.owner] -= entry.size_bytes
         self.live_bytes[owner] += entry.size_bytes
         entry.owner = owner
+        self._tell("give", entry)
 
     def entries(self) -> Iterator[Entry]:
         """Yield all live entries."""
@@ -118,13 +124,23 @@ class StorageBook(TorchDispatchMode):
     def _forget(self, key: int, _: Any) -> None:
         entry = self._entries.pop(key)
         self.live_bytes[entry.owner] -= entry.size_bytes
+        self._tell("free", entry)
+
+    def _tell(self, change: str, entry: Entry) -> None:
+        if self.on_change is not None:
+            self.on_change(change, entry)
 
     def _measure_again(self) -> None:
         """Read the sizes of storages that may be resized in place: FSDP frees and fills them so."""
         for entry in self._entries.values():
             if entry.owner in RESIZED and (storage := entry.storage()) is not None:
-                self.live_bytes[entry.owner] += storage.nbytes() - entry.size_bytes
-                entry.size_bytes = storage.nbytes()
+                size = storage.nbytes()
+                if size == entry.size_bytes:
+                    continue
+                self.live_bytes[entry.owner] += size - entry.size_bytes
+                self._tell("free", entry)
+                entry.size_bytes = size
+                self._tell("alloc", entry)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -29,13 +29,23 @@ from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.compression import compress_gradients
 from vlmcourse.parallel.context import apply_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
-from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, count_wrong_prefetch, find_blocks, find_units
+from vlmcourse.parallel.fsdp import (
+    apply_fsdp,
+    broadcast_weights,
+    build_offload_policy,
+    check_fsdp_offload,
+    count_wrong_prefetch,
+    find_blocks,
+    find_units,
+)
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.stages import LossSum, VLMStage
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.parallel.tensor import apply_tensor, check_tensor
+from vlmcourse.state_offload import OffloadConfig
+from vlmcourse.values import ConfigError
 
 
 def apply_strategy(
@@ -45,6 +55,7 @@ def apply_strategy(
     place: Place | None = None,
     loss_sum: LossSum | None = None,
     activations: Callable[[nn.Module], None] | None = None,
+    offload: OffloadConfig | None = None,
 ) -> nn.Module:
     """Distribute `model` over the ranks as `config` says, and check that it happened.
 
@@ -57,17 +68,20 @@ def apply_strategy(
         loss_sum: makes the sum of token losses of logits and labels; a pipeline needs it.
         activations: changes in place what the plain model, or each stage of it, keeps for backward; from
             `train.activations.plan_activations`.
+        offload: the section [offload]; fsdp only. By default all is on the device.
 
     Returns:
         The model, changed in place; under ddp and zero1 in `DistributedDataParallel`. A pipeline of stages of it is a
         `PipelinedModel`.
 
     Raises:
-        ValueError: if the strategy cannot use this number of ranks or this kind of model, or is still auto.
+        ValueError: if the strategy cannot use this number of ranks, this kind of model or `offload`, or is still auto.
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
     check_usable(config)
+    if found := (offload or OffloadConfig()).contradictions(config):
+        raise ConfigError("The offload", found)
     if config.strategy in DEEPSPEED:
         raise ValueError(
             f"parallel.strategy = {config.strategy!r}: an engine takes the optimizer too; call "
@@ -85,8 +99,10 @@ def apply_strategy(
         wrap = partial(_distribute, config=config, ranks=ranks, place=place, activations=activations)
         wrapped: nn.Module = apply_pipeline(as_vlm(model), config, place, ranks.device, loss_of_part, wrap)
     else:
-        wrapped = _distribute(model, config, ranks, place, activations)
+        wrapped = _distribute(model, config, ranks, place, activations, offload)
     check_strategy(wrapped, config, ranks, place)
+    if offload is not None and not offload.is_plain:
+        check_fsdp_offload(wrapped, offload, ranks)
     return wrapped
 
 
@@ -96,6 +112,7 @@ def _distribute(
     ranks: Ranks,
     place: Place,
     activations: Callable[[nn.Module], None] | None,
+    offload: OffloadConfig | None = None,
 ) -> nn.Module:
     """Apply what concerns a whole model or a stage of one: tensor parallelism first, data parallelism around it all."""
     are_equal = config.pp > 1
@@ -130,6 +147,7 @@ def _distribute(
             reshard_after_forward=config.strategy != "zero2",
             prefetch=config.prefetch,
             are_equal=are_equal,
+            offload=build_offload_policy(offload or OffloadConfig(), ranks),
         )
     return model.to(ranks.device)
 

@@ -120,6 +120,32 @@ class EngineState:
             )
 
 
+def find_nvme(engine: Any) -> str:
+    """Return which key of the configuration keeps a part of this engine in files; empty where all is in memory."""
+    if engine.zero_nvme_offload_optimizer():
+        return "offload.optimizer"
+    return "offload.parameters" if getattr(engine.optimizer, "params_in_nvme_and_cpu", False) else ""
+
+
+def collect_weights(engine: Any) -> dict[str, Tensor]:
+    """Return this rank's part of every weight by name, of a ZeRO-3 engine that keeps some in files; all ranks.
+
+    Communicates: an all-gather of each weight, one after the other; each rank keeps copies of its parts.
+    """
+    import deepspeed
+
+    weights: dict[str, Tensor] = {}
+    for name, tensor in engine.module.state_dict(keep_vars=True).items():
+        if not hasattr(tensor, "ds_tensor"):
+            weights[name] = tensor.detach()
+            continue
+        start, num_elements = _stretch_of_rank(tensor)
+        with deepspeed.zero.GatheredParameters([tensor]):
+            part = tensor.detach().flatten()[start : start + num_elements].to("cpu", copy=True)
+        weights[name] = FlatShard(part, start, tensor.ds_shape)
+    return weights
+
+
 @contextmanager
 def at_rest(engine: Any) -> Iterator[None]:
     """Free the whole weights that a ZeRO-3 engine may still hold, so that its pieces are all there is; all ranks.

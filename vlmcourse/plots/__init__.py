@@ -2,9 +2,9 @@
 
 A quantity has one colour in the whole course (`COLOURS`). Figures are closed for pyplot, so a notebook shows them once.
 By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `activations`
-(what is alive in a step, what recomputation saves), `memory` (bytes of state), `communication` (what ranks send),
-`samples` (what the model sees), `holdings` (who holds what), `attention` (context parallelism), `pipeline` (schedules,
-and layers that move), `links` (how fast ranks send), `strategies` (side by side).
+(what is alive in a step, what recomputation saves), `memory` (bytes of state), `fragmentation` (holes between blocks),
+`communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
+parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -18,6 +18,7 @@ from vlmcourse.plots.activations import (
 )
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
+from vlmcourse.plots.fragmentation import plot_memory_map, plot_memory_over_time, plot_refusal, plot_remedies
 from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
@@ -54,10 +55,14 @@ __all__ = [
     "plot_links",
     "plot_losses",
     "plot_memory_and_time",
+    "plot_memory_map",
     "plot_memory_over_ranks",
+    "plot_memory_over_time",
     "plot_norm_errors",
     "plot_overlap",
     "plot_precision_losses",
+    "plot_refusal",
+    "plot_remedies",
     "plot_roundings",
     "plot_sample_weights",
     "plot_scale",

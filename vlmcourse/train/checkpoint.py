@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +31,7 @@ from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.data import local_optimizer
-from vlmcourse.parallel.engine_state import EngineState, at_rest
+from vlmcourse.parallel.engine_state import EngineState, at_rest, collect_weights, find_nvme
 from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import is_engine
@@ -211,7 +212,9 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _loadable_state(model: nn.Module, optimizer: Any, *, loads: bool = False) -> Iterator[dict[str, Any]]:
     """Provide `named_state` under any strategy, of a DeepSpeed engine too; what is loaded into it is in use afterwards.
 
-    Communicates: of an engine, what `EngineState.use_loaded` and `at_rest` do.
+    Raises:
+        ValueError: if something is to be loaded into an engine that keeps a part of its state in files.
+    Communicates: of an engine, what `EngineState.use_loaded` and `at_rest` do, or `collect_weights`.
     """
     if not is_engine(model):
         yield named_state(model, optimizer)
@@ -219,6 +222,16 @@ def _loadable_state(model: nn.Module, optimizer: Any, *, loads: bool = False) ->
     engine: Any = model
     if engine.zero_optimization_stage() == 0:  # whole weights, and the optimizer that was given to it
         yield named_state(model, engine.optimizer)
+        return
+    if key := find_nvme(engine):
+        if loads:
+            raise ValueError(
+                f"a checkpoint cannot be loaded with {key} = 'nvme': what DeepSpeed keeps in files cannot be replaced; "
+                f"set {key} = 'cpu', and begin with a checkpoint that was saved so"
+            )
+        if dist.get_rank() == 0:
+            logger.warning("%s = 'nvme': this checkpoint keeps the weights; a run cannot go on from it", key)
+        yield {"model": collect_weights(engine), "optimizer": {}}
         return
     with at_rest(engine):
         state = EngineState(engine)

@@ -29,7 +29,7 @@ from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.engines import start_deepspeed
+from vlmcourse.parallel.engines import build_sharded, builds_in_shards, splits_weights, start_deepspeed
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -141,10 +141,13 @@ class Trainer:
         self.model: torch.nn.Module
         self.optimizer: Any
         if self.parallel.strategy in DEEPSPEED:  # an engine takes both together
-            optimizer = build_optimizer(plain.to(self.ranks.device), config.optimizer, **options)
+            moved = plain if splits_weights(plain) else plain.to(self.ranks.device)
+            optimizer = build_optimizer(moved, config.optimizer, **options)
             self.model, self.optimizer = start_deepspeed(plain, optimizer, config, self.ranks)
         else:
-            self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+            self.model = apply_strategy(
+                plain, self.parallel, self.ranks, self.place, loss_sum, activations, config.offload
+            )
             shards_state = self.parallel.strategy == "zero1"
             self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=shards_state, **options)
         self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
@@ -152,6 +155,8 @@ class Trainer:
     def _build_model(self) -> VLM:
         """Build the plain model; a rank that gets its shards from rank 0 needs no weights of its own."""
         layout = self.place.layout
+        if builds_in_shards(self.parallel):
+            return build_sharded(self.shape, self.config, self.ranks)
         # Where tp or pp cut the model as well, each rank cuts its part out of whole weights.
         gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main
         # The same seed on every rank: copies start equal.

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from parity import AwkwardTrainer, Recording, build_trainer, parity_config, record
+from precision_cases import spoil_gradients
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.parallel import engines
+from vlmcourse.parallel.engines import gather_engine_state
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.train.nan_finder import find_in_step
 
@@ -34,6 +36,8 @@ RUNS = {
     "accelerate-deepspeed-zero1, from a file": ("accelerate-deepspeed-zero1", "all towers", 2),
 }
 """Name -> strategy, case of the parity tests, accumulation steps."""
+BAD_GRADIENTS = ("0, clipping off", "1, clipping off", "3, all towers")
+"""Stage of DeepSpeed, and case of the parity tests, of steps with a gradient of NaN."""
 AUTO = {
     **{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
     **{"gradient_clipping": "auto", "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}},
@@ -127,6 +131,22 @@ def find_a_nan(ranks: Ranks) -> list[str]:
     return find_in_step(trainer)
 
 
+def bad_gradient(case: str, ranks: Ranks) -> dict[str, Any]:
+    """Make a good step, then one with a finite loss and a gradient of NaN; say what stopped it and what is found."""
+    trainer = build(parity_config("deepspeed-zero" + case[0], 1, ranks.world_size, case[3:]), ranks, WEIGHT_SEED)
+    trainer.train_step()
+    before, said = gather_engine_state(trainer.model), ""
+    with spoil_gradients():
+        try:
+            trainer.train_step()
+        except RuntimeError as error:
+            said = str(error)
+        found = find_in_step(trainer)
+    after = gather_engine_state(trainer.model)
+    kept = all(torch.equal(weight, after[name]) for name, weight in before.items())
+    return {"said": said, "kept": kept, "step": trainer.step, "found": found}
+
+
 def share_nothing(ranks: Ranks) -> str:
     """Start ZeRO-3 with DeepSpeed's own threshold, under which a small model stays whole; return what is said."""
     config = parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers")
@@ -182,6 +202,7 @@ def main(folder: Path) -> None:
     found: dict[str, Any] = {name: run(name, ranks) for name in RUNS}
     found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in ENGINES}
     found["nan"] = find_a_nan(ranks)
+    found["gradients"] = {case: bad_gradient(case, ranks) for case in BAD_GRADIENTS}
     found["variables"] = start_with_variables(ranks)
     found["fallback"] = fall_back(ranks)
     found["whole"] = share_nothing(ranks)

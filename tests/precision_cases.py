@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,9 +17,11 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Message, Sample
 from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import VLMShape
 from vlmcourse.train import activations, offload
+from vlmcourse.train.loss import TokenLoss
 from vlmcourse.train.trainer import Trainer
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
@@ -56,6 +60,8 @@ RESUMED = (
     *((strategy, precision) for strategy in ("tp", "pp") for precision in CUT[1:]),
     ("adaptive", "bf16_pure"),
 )
+BAD_GRADIENTS = ("fsdp", "tp", "pp")
+"""Under what a step with a finite loss and a gradient of NaN is made, without clipping in a pipeline."""
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"vision": "full", "language": "full"},
     "selective": {"vision": "selective", "language": "selective"},
@@ -121,6 +127,19 @@ def run_with_policy(strategy: str, precision: str, policy: str, ranks: Ranks) ->
     place, name = (offload, "_HostCopy") if policy == "offload" else (activations, "checkpoint")
     with mock.patch.object(place, name, wraps=getattr(place, name)) as worked:
         return record(trainer, NUM_STEPS if precision == "bf16_pure" else 1), worked.call_count
+
+
+@contextlib.contextmanager
+def spoil_gradients() -> Iterator[None]:
+    """Let every loss, inside, be what it was, with a gradient of NaN: that of the square root at 0."""
+    real = TokenLoss.__call__
+
+    def spoiled(self: TokenLoss, logits_BSV: Tensor, *args: Any) -> Tensor:
+        local_BSV = local_part(logits_BSV)
+        return real(self, logits_BSV, *args) + (local_BSV - local_BSV.detach()).float().square().sum().sqrt()
+
+    with mock.patch.object(TokenLoss, "__call__", spoiled):
+        yield
 
 
 def questions() -> list[Sample]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parity import AwkwardTrainer, load
 from precision_cases import (
     ANSWERS,
+    BAD_GRADIENTS,
     EVERY,
     POLICIES,
     RESUMED,
@@ -30,6 +31,7 @@ from precision_cases import (
     precision_config,
     run,
     run_with_policy,
+    spoil_gradients,
 )
 
 from vlmcourse.data.samples import Batch
@@ -164,6 +166,19 @@ def fault(strategy: str, ranks: Ranks, precision: str = "fp32", pixel: float = m
     return find_in_step(trainer), guilty
 
 
+def bad_gradient(strategy: str, ranks: Ranks) -> dict[str, Any]:
+    """Make a step with a finite loss and a gradient of NaN; say what stopped it, what it left, and what is found."""
+    trainer = build(precision_config(strategy, "fp32", max_grad_norm=0.5 * (strategy != "pp")), ranks)
+    before, said = weights_hash(trainer), ""
+    with spoil_gradients():
+        try:
+            trainer.train_step()
+        except RuntimeError as error:
+            said = str(error)
+        found = find_in_step(trainer)
+    return {"said": said, "kept": before == weights_hash(trainer), "step": trainer.step, "found": found}
+
+
 def _every_batch(trainer: AwkwardTrainer) -> list[Batch]:
     """Return the step's samples of all ranks in one batch."""
     indices = trainer.sampler.indices(0)
@@ -185,6 +200,7 @@ def find_all(folder: Path, ranks: Ranks) -> dict[str, Any]:
         found["faults"][strategy] = fault(strategy, ranks)
     for strategy in ("ddp", "cp"):
         found["late faults"][strategy] = fault(strategy, ranks, "fp16", 1e6)
+    found["gradients"] = {strategy: bad_gradient(strategy, ranks) for strategy in BAD_GRADIENTS}
     found["resume"] = {case: resume(*case, runs, ranks) for case in RESUMED}
     found["answers"] = {(s, p): answer(s, p, weights, ranks) for s, every in ANSWERS.items() for p in every}
     found["policies"] = {(p, policy): run_with_policy("fsdp", p, policy, ranks) for p in EVERY for policy in POLICIES}

@@ -22,7 +22,8 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import gradient_sync
 from vlmcourse.planner import Plan, estimate_rank_memory
 from vlmcourse.presets import get_model
-from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
+from vlmcourse.train.accumulate import Accumulation, accumulate_gradients, count_tokens
+from vlmcourse.train.batches import build_sampler, load_micro_batches
 from vlmcourse.train.loss import TokenLoss, token_loss_sum, token_weights, weight_sum
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
@@ -147,8 +148,6 @@ def test_a_dropped_group_leaves_whole_steps() -> None:
 
 
 def test_a_short_group_that_a_pipeline_cannot_run_is_refused_before_any_rank_waits() -> None:
-    from vlmcourse.train.batches import build_sampler
-
     train = {"last_group": "short", "accumulation_steps": 4, "micro_batch_size": 2}
     config = parse_config({"train": train, "parallel": {"pp": 2}})
     assert build_sampler(config, config.parallel, 28, 8).fewest_samples == 4
@@ -156,6 +155,24 @@ def test_a_short_group_that_a_pipeline_cannot_run_is_refused_before_any_rank_wai
         build_sampler(config, config.parallel, 25, 8)
     plain = dataclasses.replace(config.parallel, pp=1)
     assert build_sampler(config, plain, 25, 8).fewest_samples == 1
+
+
+def test_a_mute_micro_batch_adds_nothing_to_the_counts_of_a_step() -> None:
+    trainer = build_trainer(parity_config("single", 1, 1, "all towers"), ALONE, seed=0)
+    data = [next(sample for sample in trainer.train_data if sample.images)] * 13
+    sampler = GlobalBatchSampler(13, 12, 0, "short")  # its second step is one sample, for two ranks
+    batches = [
+        batch
+        for rank in range(2)
+        for batch in load_micro_batches(
+            sampler, trainer.collator, data, 1, accumulation_steps=3, dp_rank=rank, dp_degree=2
+        )
+    ]
+    assert [batch.is_mute for batch in batches] == [False, True]
+    assert batches[0].num_supervised_tokens > 0 == batches[1].num_supervised_tokens
+    layout, alone = find_layout(trainer.parallel, 1), [trainer.collator(data[:1])]
+    assert count_tokens(batches, ALONE, layout) == count_tokens(alone, ALONE, layout)
+    assert alone[0].num_visual_tokens > 0 and batches[1].num_visual_tokens > 0
 
 
 # --- One process ----------------------------------------------------------------------------------------------------
@@ -176,6 +193,11 @@ def test_weights_of_tokens_change_the_step_and_not_its_counts() -> None:
         for w in ("tokens", "sqrt")
     ]
     assert runs[0].tokens == runs[1].tokens and abs(runs[0].loss - runs[1].loss) > 1e-4
+
+
+def test_a_step_of_no_micro_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 0: 0 micro-batches: a step needs 1 or more"):
+        accumulate_gradients(nn.Linear(1, 1), [], ALONE, "fp32")
 
 
 # --- The convolutional tower ----------------------------------------------------------------------------------------

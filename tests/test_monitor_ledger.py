@@ -144,6 +144,16 @@ def test_ledger_leaves_no_hook_behind_and_wants_a_backward_pass(parts) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_what_two_operations_keep_is_an_activation_until_both_have_let_go() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    with StepLedger(model) as ledger:
+        x = model.weight * 1.0
+        y = x.sin().exp()  # x is kept by sin and the product, y by exp and the product
+        (x * y).sum().backward()
+    held = [sample.by_owner().get("activations", 0) for sample in ledger.samples if sample.phase == "backward"]
+    assert list(dict.fromkeys(held)) == [x.nbytes + y.nbytes, x.nbytes, 0]
+
+
 def test_frozen_tower_keeps_nothing(parts) -> None:
     model, _, ids, tiles = parts
     model.vision.requires_grad_(False)

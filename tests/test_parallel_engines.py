@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines_worker import NUM_STEPS, RUNS, SAVED_STEP, WEIGHT_SEED, build, run
+from engines_worker import BAD_GRADIENTS, NUM_STEPS, RUNS, SAVED_STEP, WEIGHT_SEED, build, run
 from parity import Recording, check_parity, load, parity_config
 from ranks import run_worker
 
@@ -87,6 +87,20 @@ def test_the_nan_finder_looks_into_an_engine(found: list[dict[str, Any]]) -> Non
     for of_rank in found:
         [said] = of_rank["nan"]
         assert said.startswith("rank 1, step 0, micro-batch ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BAD_GRADIENTS)
+def test_a_gradient_that_is_not_finite_stops_an_engine_before_a_weight_changes(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    for rank, of_rank in enumerate(found):
+        seen = of_rank["gradients"][case]
+        assert seen["said"].startswith(
+            f"rank {rank}: the loss of this step is finite, but the norm of its gradient is "
+        )
+        assert seen["kept"] and seen["step"] == 1
+        assert seen["found"][rank].startswith(f"rank {rank}, step 1, micro-batch 0: backward in language.lm_head")
 
 
 @pytest.mark.parametrize("strategy", ENGINES)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from precision_cases import spoil_gradients
+from torch import Tensor, nn
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.data.samples import Batch
@@ -93,3 +97,105 @@ def test_a_model_that_shares_its_sequences_is_not_run_alone() -> None:
     trainer.model.language.take_part = lambda tensor, dim: tensor
     with pytest.raises(ValueError, match="a part of each sequence .* use find_in_step"):
         find_nonfinite(trainer.model, batch)
+
+
+class Masked(nn.Module):
+    """One layer of attention; `mask` hides every key from one sample, whose scores are then all -inf."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor], Tensor], guilty: str) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(600, 8), nn.Linear(8, 600)
+        self.mask, self.guilty = mask, guilty
+
+    def forward(self, batch: Batch) -> Tensor:
+        x_BSD = self.embed(batch.input_ids_BS)
+        hidden_B = torch.tensor([sample_id == self.guilty for sample_id in batch.sample_ids])
+        scores_BSS = self.mask(x_BSD @ x_BSD.transpose(1, 2), hidden_B[:, None, None])
+        return self.out(scores_BSS.softmax(-1) @ x_BSD)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda scores, hidden: scores.masked_fill(hidden, -torch.inf),
+        lambda scores, hidden: scores + torch.zeros_like(scores).masked_fill(hidden, -torch.inf),
+        lambda scores, hidden: torch.where(hidden, -torch.inf, scores),
+        lambda scores, hidden: (
+            scores + torch.zeros_like(scores).index_fill(0, hidden.flatten().nonzero()[:, 0], -torch.inf)
+        ),
+    ],
+)
+def test_a_row_that_is_masked_everywhere_is_found_in_the_softmax_that_makes_nan_of_it(mask: Any) -> None:
+    (batch,) = build("fp32").load_step(0)
+    found = find_nonfinite(Masked(mask, batch.sample_ids[1]), batch, loss_of=loss_of_masked)
+    assert found is not None and (found.phase, found.op, found.samples) == ("loss", "_softmax", (batch.sample_ids[1],))
+    assert found.what.startswith("nan in fp32 from numbers up to ") and found.what.endswith(" and -inf")
+    assert find_nonfinite(Masked(mask, "nobody"), batch, loss_of=loss_of_masked) is None
+
+
+def loss_of_masked(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch.labels_BS.flatten(), ignore_index=-100, reduction="sum")
+
+
+def test_what_no_operation_was_seen_to_do_is_said_of_the_loss_or_the_gradient_that_has_it() -> None:
+    model, (batch,) = nn.Linear(2, 2), build("fp32").load_step(0)
+
+    def infinite(model: nn.Module, batch: Batch) -> Tensor:
+        return model(torch.ones(2)).masked_fill(torch.tensor([True, False]), torch.inf).sum()
+
+    found = find_nonfinite(model, batch, loss_of=infinite)
+    assert found is not None and (found.phase, found.op, len(found.samples)) == ("loss", "", 4)
+    assert found.what.endswith("no operation was seen to make it so, and masked_fill wrote an infinity as it was told")
+    found = find_nonfinite(model, batch, loss_of=lambda model, batch: 0.5 * Told.apply(model(torch.ones(2))).sum())
+    assert found is not None and (found.phase, found.op) == ("backward", "")
+    assert found.what.startswith("the gradient of weight is not finite, though no operation")
+
+
+class Told(torch.autograd.Function):
+    """Hands on what it gets, and in backward what it was told to: infinities."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.full_like(grads[0], torch.inf)
+
+
+def test_an_operation_in_place_is_found_with_the_numbers_it_had() -> None:
+    model, (batch,) = nn.Linear(2, 2), build("fp32").load_step(0)
+    found = find_nonfinite(
+        model, batch, loss_of=lambda m, b: m(torch.ones(2)).mul(0).add(3).div_(torch.zeros(())).sum()
+    )
+    assert found is not None and (found.op, found.what) == ("div_", "inf in fp32 from numbers up to 3")
+
+
+def test_the_first_micro_batch_with_a_fault_is_named() -> None:
+    trainer = build("fp32", micro_batch_size=1, accumulation_steps=3)
+    batches = trainer.load_step(0)
+    for batch in batches[1:]:
+        batch.pixel_values_ICHW.fill_(torch.nan)
+    trainer.load_step = lambda step: batches  # type: ignore[method-assign]
+    (said,) = find_in_step(trainer)
+    assert said.startswith("rank 0, step 0, micro-batch 1: input in pixel_values")
+
+
+@pytest.mark.parametrize(("precision", "max_grad_norm"), [("fp32", 0.0), ("bf16", 1.0), ("bf16_pure", 0.0)])
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(
+    precision: str, max_grad_norm: float, tmp_path: Path
+) -> None:
+    config = ch03.lab_config(precision, num_steps=1, max_grad_norm=max_grad_norm)
+    trainer = ch03.lab_trainer(replace(config, run=replace(config.run, output_dir=str(tmp_path))))
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with spoil_gradients():
+        with pytest.raises(RuntimeError, match="the loss of this step is finite, but the norm of its gradient is nan"):
+            trainer.fit()
+        (said,) = find_in_step(trainer)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+    assert trainer.step == 0 and not list(tmp_path.rglob("checkpoints/*"))
+    assert said.startswith(
+        "rank 0, step 0, micro-batch 0: backward in language.lm_head, operation div: inf in fp32 from"
+    )
+    assert find_in_step(trainer) == []

@@ -11,6 +11,7 @@ from parity import KEY_BIAS, Recording, load
 from precision_cases import (
     ALONE,
     ANSWERS,
+    BAD_GRADIENTS,
     EVERY,
     NUM_STEPS,
     POLICIES,
@@ -186,6 +187,20 @@ def test_a_fault_past_the_input_is_found_where_ranks_share_their_sequences(found
         assert f": inf in fp16 from numbers up to 1e+06, with {guilty}" in said[rank] and "vision" in said[rank]
         said, guilty = of_rank["late faults"]["ddp"]
         assert len(said) == 1 and said[0].endswith(f"with {guilty}")
+
+
+@pytest.mark.parametrize("strategy", BAD_GRADIENTS)
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_a_weight_changes(
+    found: list[dict[str, Any]], strategy: str
+) -> None:
+    for rank, of_rank in enumerate(found):
+        seen = of_rank["gradients"][strategy]
+        assert seen["said"].startswith(
+            f"rank {rank}: the loss of this step is finite, but the norm of its gradient is "
+        )
+        assert seen["kept"] and seen["step"] == 0
+        assert seen["found"] == found[0]["gradients"][strategy]["found"] and len(seen["found"]) == 2
+        assert seen["found"][rank].startswith(f"rank {rank}, step 0, micro-batch 0: backward in language.lm_head")
 
 
 @pytest.mark.parametrize(

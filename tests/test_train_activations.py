@@ -31,6 +31,7 @@ from vlmcourse.config import parse_config
 from vlmcourse.models.vlm import build_model
 from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.stages import StageBlocks
 from vlmcourse.recompute import Segment, plan_segments, split_segments
 from vlmcourse.train.activations import (
     SegmentedBlocks,
@@ -166,7 +167,7 @@ def test_policies_name_segments() -> None:
             segments = split_segments(num_blocks, length)
             assert [i for s in segments for i in s.blocks] == list(range(num_blocks))
             assert max(s.num_blocks for s in segments) <= length
-    for wrong in ("every", "every:0", "every:x", "all", 3):
+    for wrong in ("every", "every:0", "every:x", "every:٣", "all", 3):
         with pytest.raises(ValueError, match=r"every:k|choose one of|must be text"):
             plan_segments(wrong, 4)  # type: ignore[arg-type]
 
@@ -179,6 +180,7 @@ def test_policies_name_segments() -> None:
         ({"activations.offload": True, "activations.language": "selective"}, "store of their own"),
         ({"activations.vision": "full", "model.freeze": ["vision"]}, "nothing to recompute"),
         ({"activations.language": "selective", "parallel.pp": 2, "parallel.pp_schedule": "zbv"}, "in two parts"),
+        ({"activations.vision": "selective", "parallel.pp": 2, "parallel.pp_schedule": "dualpipev"}, "in two parts"),
         ({"activations.vision": "sqrt", "parallel.pp": 2, "parallel.adaptive": True}, "runs as one"),
         ({"activations.offload": True, "parallel.tp": 2}, "leave offload out"),
     ],
@@ -212,6 +214,13 @@ def test_names_of_parameters_and_the_wrapping_can_be_undone() -> None:
         assert covered_blocks(model.vision) == {"every:2": [1, 3], "none": []}.get(policy, [0, 1, 2, 3])
     uncover_blocks(model.vision)
     assert not any("forward" in block.__dict__ for block in model.vision.blocks)
+
+
+def test_a_stage_counts_blocks_from_the_first_of_the_whole_tower() -> None:
+    model = build_model(deep_shape(), seed=0)
+    model.vision.blocks = StageBlocks(model.vision.blocks, [1, 2, 3])
+    apply_activations(model, parse_config({"activations": {"vision": "every:2"}}).activations)
+    assert covered_blocks(model.vision) == [1, 3]
 
 
 def test_policy_that_something_undid_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,22 @@ def test_offloading_moves_each_tensor_once_and_no_weights() -> None:
     assert torch.equal(gradient_of(x), gradients[0]) and torch.equal(gradient_of(weight), gradients[1])
 
 
+def test_offloading_leaves_the_transposed_weight_of_a_layer_where_it_is() -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x, offloading = torch.randn(4, 64), Offloading()
+    with offloading.hooks():
+        layers(x).sum()
+    assert offloading.moved_bytes == 2 * x.nbytes  # the input, and tanh's output
+
+
+def test_offloading_moves_a_cast_of_a_weight_that_has_become_another() -> None:
+    weight, offloading = nn.Parameter(torch.arange(1024.0).view(32, 32)), Offloading()
+    cast = weight.to(torch.bfloat16)
+    before = cast.detach().clone()
+    weight.data = torch.zeros(2, 2)
+    assert torch.equal(offloading._pack(cast).restore(), before) and offloading.moved_bytes == cast.nbytes
+
+
 def test_offloading_under_autocast_moves_no_casts_of_weights() -> None:
     torch.manual_seed(0)
     last = nn.Linear(64, 64, bias=False)

@@ -132,7 +132,7 @@ def find_policy_problem(policy: object) -> str:
         return ""
     name, colon, number = policy.partition(":")
     if name == "every":
-        if colon and number.isdecimal() and int(number) >= 1:
+        if colon and number.isascii() and number.isdecimal() and int(number) >= 1:
             return ""
         return "write every:k with a whole number k of 1 or more, such as every:2"
     return suggest_choice(policy, POLICIES)

@@ -57,6 +57,8 @@ class Batch:
     sample_ids: tuple[str, ...]
     tokens_per_tile: int = 0
     """Positions of the sequence that one tile takes."""
+    is_mute: bool = False
+    """Whether it only fills a place in a short step and its sample is another rank's (`train/batches.py`)."""
 
     @property
     def num_supervised_tokens(self) -> int:

@@ -15,6 +15,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); documentation of DeepSpeed's JSON config
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -103,21 +104,25 @@ class EngineOptimizer:
         """Do nothing: the engine has forgotten its gradients at the end of its step."""
 
     def step(self) -> None:
-        """Clip the gradients and update the weights.
+        """Clip the gradients and update the weights; where the gradients' norm is not finite, leave the weights alone.
 
         Raises:
             RuntimeError: if the engine made no step, or the first one left its moments in another place than was asked.
         Communicates: an all-reduce of a few bytes for the norm; under ZeRO-1 and 2 an all-gather of all weights.
         """
         before = self.engine.global_steps
-        # Without ZeRO the engine clips by a norm that it does not keep.
+        # Without ZeRO the engine clips by a norm that it does not keep, and updates whatever it is.
         norm = None if self.engine.zero_optimization_stage() else self._measure_norm()
+        if norm is not None and not math.isfinite(norm):
+            self.grad_norm = norm
+            return
         self.engine.step()
         if self.engine.global_steps != before + 1:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the DeepSpeed engine counts {self.engine.global_steps - before} steps "
                 "instead of 1: run the last micro-batch inside gradient_sync(model, True), as accumulate_gradients does"
             )
+        # With ZeRO it leaves the weights alone where the norm is not finite, and calls all such norms infinite.
         self.grad_norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         if self._check_first_step is not None:
             self._check_first_step()

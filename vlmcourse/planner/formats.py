@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from vlmcourse.values import check_counts
+
 
 @dataclass(frozen=True, kw_only=True)
 class FloatFormat:
@@ -24,6 +26,18 @@ class FloatFormat:
     has_infinity: bool = True
     """Whether the highest exponent is kept for infinities and NaN, as in IEEE 754. e4m3fn keeps one pattern only, NaN,
     and uses the rest of that exponent for numbers."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no normal numbers, no NaN beside an infinity, or more than a Python float can hold.
+
+        Raises:
+            ValueError: naming the number of bits to change.
+        """
+        most_exponent_bits = 10 + self.has_infinity  # without infinities, 11 bits reach 2^1024, which fp64 does not
+        for name, least, most in (("exponent_bits", 2, most_exponent_bits), ("mantissa_bits", 1, 52)):
+            check_counts(least, **{name: getattr(self, name)})
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at most {most}, as in fp64; change it")
 
     @property
     def bits(self) -> int:

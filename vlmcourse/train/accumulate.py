@@ -74,11 +74,13 @@ def accumulate_gradients(
         Loss and token counts of the whole step.
 
     Raises:
-        ValueError: if no micro-batch of any rank has a supervised token.
+        ValueError: if there is no micro-batch, or none of any rank has a supervised token.
         RuntimeError: if the loss is not finite, or gradients were exchanged where they should not be.
     Communicates: an all-reduce of 24 bytes before (of 8 more where tokens have weights), the strategy's gradient
         exchange, and one all-reduce after, of 8 bytes a micro-batch.
     """
+    if not batches:
+        raise ValueError(f"rank {ranks.rank}: 0 micro-batches: a step needs 1 or more, as many on every rank")
     layout, how = layout or Layout(dp_replicate=ranks.world_size), how or Accumulation()
     tokens = count_tokens(batches, ranks, layout)
     if not tokens.supervised:
@@ -100,17 +102,17 @@ def accumulate_gradients(
         loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale, how)
     loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / weights  # ranks of one tp group have the same
     if not math.isfinite(loss):
-        raise RuntimeError(_explain_loss(loss, ranks, precision))
+        raise RuntimeError(explain_nonfinite(f"the loss of this step is {loss}", ranks, precision))
     return Accumulated(loss, tokens)
 
 
-def _explain_loss(loss: float, ranks: Ranks, precision: str) -> str:
-    """Say what to do about a loss that is no number."""
+def explain_nonfinite(found: str, ranks: Ranks, precision: str) -> str:
+    """Say what to do about a loss or a gradient that is no number; `found` says which."""
     narrow = ", choose bf16 or fp32 for train.precision (fp16 ends at 65504)" if precision == "fp16" else ""
     return (
-        f"rank {ranks.rank}: the loss of this step is {loss}: it must be finite; call "
-        "train.nan_finder.find_in_step(trainer) on all ranks: it names the first operation and the samples. Then mend "
-        f"the samples{narrow}, lower the learning rates, or lengthen optimizer.warmup_steps"
+        f"rank {ranks.rank}: {found}: it must be finite; call train.nan_finder.find_in_step(trainer) on all ranks: it "
+        f"names the first operation and the samples. Then mend the samples{narrow}, lower the learning rates, or "
+        "lengthen optimizer.warmup_steps"
     )
 
 
@@ -174,9 +176,12 @@ def sum_weights(batches: Sequence[Batch], ranks: Ranks, layout: Layout, weightin
 def count_tokens(batches: Sequence[Batch], ranks: Ranks, layout: Layout) -> TokenCount:
     """Count the tokens of one optimizer step over all micro-batches and ranks, those of shared samples once.
 
+    Mute micro-batches do not count: another rank has their sample.
+
     Communicates: one all-reduce of 24 bytes.
     """
     num_sharing = layout.world_size // layout.dp_degree
+    batches = [batch for batch in batches if not batch.is_mute]
     visual = sum(batch.num_visual_tokens for batch in batches)
     text = sum(batch.num_tokens for batch in batches) - visual
     supervised = sum(batch.num_supervised_tokens for batch in batches)

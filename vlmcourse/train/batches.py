@@ -2,7 +2,7 @@
 
 Enters: a sampler, a dataset and a step. Leaves: batches on CPU, equally many on every rank. Where a short step leaves a
 rank nothing for a micro-batch that others still have, it gets a *mute* one: a sample of the step whose labels are all
-ignored. It then takes part in every collective and adds nothing to loss and gradients. Chapter 2.
+ignored. It then takes part in every collective and adds nothing to loss, gradients and token counts. Chapter 2.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def load_micro_batches(
         batch = collator([data[i] for i in indices or sampler.indices(step)[:1]])
         if not indices:
             batch.labels_BS.fill_(IGNORE_LABEL)
+            batch.is_mute = True
         batches.append(batch)
     return batches
 

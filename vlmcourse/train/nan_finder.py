@@ -9,7 +9,6 @@ when something is wrong, not in every step. Chapter 3.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,14 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
 
 from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.models.vlm import VLM, build_model
-from vlmcourse.monitor.op_dtypes import SHORT, innermost
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.context import without_context
 from vlmcourse.parallel.gather import gather_plain_state
@@ -35,6 +29,7 @@ from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.train.accumulate import micro_batch_loss_sum, sum_weights
 from vlmcourse.train.loss import check_loss
+from vlmcourse.train.nan_watch import NonFiniteWatch
 from vlmcourse.train.optimizer import freeze_towers
 from vlmcourse.train.precision import prepare_weights
 
@@ -43,8 +38,6 @@ if TYPE_CHECKING:
 
 LossOf = Callable[[nn.Module, Batch], Tensor]
 """Model and micro-batch to the scalar that backward starts from."""
-HARMLESS = ("empty", "masked_fill", "full", "where", "scalar_tensor", "fill", "new_full", "zeros", "ones")
-"""Operations that write an infinity because they were told to (masks), or memory that nobody has written to yet."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class NonFinite:
     """Path of the module, the name of the weight, or the field of the batch; empty in a loss outside of all modules. In
     a backward outside of all, such as that of a cast of the logits: the module that the gradient is on its way to."""
     op: str
-    """The operation, such as "mm" or "log"; empty for inputs and weights."""
+    """The operation, such as "mm" or "log"; empty for inputs and weights, and where no operation was seen to do it."""
     what: str
     """What was seen, with its format."""
     samples: tuple[str, ...]
@@ -81,7 +74,10 @@ class NonFinite:
 def find_nonfinite(
     model: nn.Module, batch: Batch, precision: str = "fp32", *, loss_scale: float = 1.0, loss_of: LossOf | None = None
 ) -> NonFinite | None:
-    """Find the first operation that makes an infinity or NaN out of finite numbers.
+    """Find the first operation that makes an infinity or NaN out of numbers that were none.
+
+    Infinities that masks write on purpose are numbers here: a row of attention scores that are all -inf is found in the
+    softmax that makes NaN of it.
 
     Args:
         model: a plain model, or one in DDP, on the device of `batch`; its gradients stay as they are.
@@ -105,99 +101,26 @@ def find_nonfinite(
     found = _look_at_inputs(plain, batch) or _look_at_weights(plain, batch)
     if found is not None:
         return found
-    trained = [p for p in plain.parameters() if p.requires_grad]
+    trained = {f"the gradient of {name}": p for name, p in plain.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError(f"{type(plain).__name__} has 0 trained parameters: backward needs 1 or more; thaw some")
 
-    def run(part: Batch) -> _Watch:
-        watch = _Watch()
+    def run(part: Batch) -> NonFiniteWatch:
+        watch = NonFiniteWatch()
         with watch:
             loss = micro_batch_loss_sum(plain, part, precision) if loss_of is None else check_loss(loss_of(plain, part))
             # Not backward(): the wrapper of DDP would see it and wait for the other ranks.
-            gradients = torch.autograd.grad(loss * loss_scale, trained, allow_unused=True)
-            watch.failed = not all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)
+            gradients = torch.autograd.grad(loss * loss_scale, list(trained.values()), allow_unused=True)
+            ends = zip(("the loss", *trained), (loss, *gradients), strict=True)
+            watch.failed = [name for name, t in ends if t is not None and not bool(torch.isfinite(t).all())]
         return watch
 
     watch = run(batch)
     if not watch.failed:
         return None
-    alone = [run(take_sample(batch, row)).failed for row in range(len(batch.sample_ids))]
+    alone = [bool(run(take_sample(batch, row)).failed) for row in range(len(batch.sample_ids))]
     guilty = tuple(name for name, failed in zip(batch.sample_ids, alone, strict=True) if failed)
-    phase, module, op, what = watch.first or ("loss", "", "", "not finite, though every operation was")
-    return NonFinite(phase, module, op, what, guilty, len(batch.sample_ids))
-
-
-class _Watch(TorchDispatchMode):
-    """Remembers the first operation with finite inputs and an output that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: tuple[str, str, str, str] | None = None
-        self.failed = False
-        self._modules = ModuleTracker()
-        self._made_by: dict[Any, str] = {}
-        """Path of the innermost module that returned a tensor, by the tensor's node in the graph of autograd."""
-
-    def __enter__(self) -> _Watch:
-        # Before the tracker enters: its own hook takes the module off the list of those that run.
-        self._hook = register_module_forward_hook(self._remember)
-        self._modules.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._modules.__exit__(*error)
-        self._hook.remove()
-        self._made_by.clear()
-
-    def _remember(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        path = innermost(self._modules)
-        for tensor in tree_leaves(output):
-            if path and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                self._made_by.setdefault(tensor.grad_fn, path)
-
-    def _nearest(self, node: Any) -> str:
-        """Return the module whose result is nearest to a node, on the way that gradients take; "" if there is none."""
-        queue, seen = deque([node]), set()
-        while queue:
-            if (node := queue.popleft()) in self._made_by:
-                return self._made_by[node]
-            if node not in seen:
-                seen.add(node)
-                queue.extend(after for after, _ in node.next_functions if after is not None)
-        return ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look at what comes out."""
-        before = _first_bad((args, kwargs)) if self.first is None else None
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if self.first is None and before is None and not name.strip("_").startswith(HARMLESS):
-            bad = _first_bad(out)
-            if bad is not None:
-                node = torch._C._current_autograd_node()  # None outside of backward
-                module = innermost(self._modules)
-                phase = "forward" if module else "loss"
-                if node is not None:
-                    phase, module = "backward", module or self._nearest(node)
-                kind = "nan" if bool(torch.isnan(bad).any()) else "inf"
-                largest = max(
-                    (float(t.detach().abs().amax()) for t in _floats((args, kwargs)) if t.numel()), default=0.0
-                )
-                self.first = phase, module, name, f"{kind} in {SHORT[bad.dtype]} from numbers up to {largest:.3g}"
-        return out
-
-
-def _first_bad(tree: Any) -> Tensor | None:
-    """Return the first floating-point tensor that is not finite."""
-    return next((leaf for leaf in _floats(tree) if not bool(torch.isfinite(leaf).all())), None)
-
-
-def _floats(tree: Any) -> list[Tensor]:
-    """Return the tensors of floating-point numbers; those of 8 bits were made from others that count."""
-    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
-    return [leaf for leaf in leaves if leaf.dtype in SHORT and leaf.itemsize > 1]
+    return NonFinite(*(watch.first or watch.say_what_failed()), guilty, len(batch.sample_ids))
 
 
 def _look_at_inputs(model: nn.Module, batch: Batch) -> NonFinite | None:
@@ -257,7 +180,8 @@ def find_in_step(trainer: Trainer) -> list[str]:
         trainer: as it was when the step failed.
 
     Returns:
-        One sentence for each rank that found something, beginning with its number; the same list on every rank.
+        One sentence for each rank that found something, beginning with its number; the same list on every rank. Empty
+        where every micro-batch alone is finite, in loss and gradients: their sum, or a hook, was not.
     Communicates: an all-gather of the weights where they are in pieces, a sum of 8 bytes, and an all-gather of the
         sentences.
     """
@@ -270,7 +194,7 @@ def find_in_step(trainer: Trainer) -> list[str]:
         alone = without_context(model)
     said, batches = "", trainer.load_step(trainer.step)
     weights = sum_weights(batches, ranks, trainer.place.layout, train.loss_weighting)
-    loss_scale = trainer.scaler.scale / (weights or 1.0)
+    loss_scale = trainer.scaler.grad_scale * trainer.place.layout.summed_degree / (weights or 1.0)  # as in the step
     loss_of = partial(micro_batch_loss_sum, precision=train.precision, weighting=train.loss_weighting)
     with alone:
         for number, batch in enumerate(batches):

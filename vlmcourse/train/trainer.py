@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,13 +30,19 @@ from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.engines import build_sharded, builds_in_shards, splits_weights, start_deepspeed
+from vlmcourse.parallel.engines import (
+    EngineOptimizer,
+    build_sharded,
+    builds_in_shards,
+    splits_weights,
+    start_deepspeed,
+)
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
-from vlmcourse.train.accumulate import Accumulation, accumulate_gradients
+from vlmcourse.train.accumulate import Accumulation, accumulate_gradients, explain_nonfinite
 from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches
 from vlmcourse.train.checkpoint import check_resumable, load_checkpoint, save_checkpoint
@@ -189,6 +196,10 @@ class Trainer:
 
         Returns:
             What happened, the same numbers on every rank.
+
+        Raises:
+            RuntimeError: if the loss or the norm of the gradient is not finite, before any weight changes. A loss
+                scaler skips the step instead where gradients overflowed.
         Communicates: see `accumulate_gradients` and `clip_gradients`; with `parallel.adaptive` see `step_done` too.
         """
         started_s = time.perf_counter()
@@ -215,8 +226,7 @@ class Trainer:
         for hook in self.before_update:
             hook(self)
         if is_finite:
-            self.optimizer.step()
-        grad_norm = getattr(self.optimizer, "grad_norm", grad_norm)  # an engine knows it now
+            grad_norm = self._update(grad_norm)
         self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
@@ -227,6 +237,17 @@ class Trainer:
         for after in self.after_step:
             after(self, report)
         return report
+
+    def _update(self, grad_norm: float) -> float:
+        """Let the optimizer step if the norm of the gradient is finite; return the norm."""
+        engine = self.optimizer if isinstance(self.optimizer, EngineOptimizer) else None
+        if engine is not None or math.isfinite(grad_norm):
+            self.optimizer.step()
+        grad_norm = engine.grad_norm if engine is not None else grad_norm  # an engine measures it, and decides itself
+        if not math.isfinite(grad_norm):
+            found = f"the loss of this step is finite, but the norm of its gradient is {grad_norm}"
+            raise RuntimeError(explain_nonfinite(found, self.ranks, self.config.train.precision))
+        return grad_norm
 
     def fit(self) -> TrainResult:
         """Train from the present step to the last; save, evaluate and log on the way.

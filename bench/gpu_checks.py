@@ -376,6 +376,34 @@ def check_fsdp_memory() -> str:
     return f"peak of fsdp on 2 GPUs is {ratio:.2f} of one GPU's"
 
 
+IN_MAIN_MEMORY = {"offload__optimizer": "cpu", "offload__parameters": "cpu"}
+
+
+def check_offload_memory() -> str:
+    """FSDP's peak on two GPUs is lower where the shards lie in main memory, for a model whose state dominates."""
+    small = {"model__preset": "small", "train__micro_batch_size": 2}
+    here, away = train("fsdp", 2, **small), train("fsdp", 2, **small, **IN_MAIN_MEMORY)
+    ratio = away["peak_bytes"] / here["peak_bytes"]
+    assert ratio < 1, f"with offloading fsdp took {ratio:.2f} of its peak without"
+    return f"peak of fsdp with its shards in main memory is {ratio:.2f} of that without"
+
+
+def check_nvme() -> str:
+    """DeepSpeed's ZeRO-3 with its state in files gives the losses of one GPU; the run refuses itself without files."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_files = {"offload__optimizer": "nvme", "offload__parameters": "nvme", "offload__nvme_path": folder}
+        model: dict[str, Any] = {"model__preset": "small"}
+        one = train("single", 1, **model, train__micro_batch_size=4)
+        try:
+            gap = largest_gap(one, train("deepspeed-zero3", 2, **model, **in_files, train__micro_batch_size=2))
+        except RuntimeError as error:
+            if "libaio" in str(error) or "direct I/O" in str(error):
+                raise NotHereError(str(error).splitlines()[-1]) from error
+            raise
+    assert gap < 1e-3, f"losses with state in files and of one GPU differ by {gap:.2e}"
+    return f"largest difference of losses to one GPU {gap:.1e}"
+
+
 CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
@@ -432,6 +460,29 @@ CHECKS = (
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
+    *(
+        Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))
+        for strategy in ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+    ),
+    *(
+        Check(
+            f"{strategy} with its optimizer in main memory, updated by {adam}, on 2 GPUs equals one GPU",
+            2,
+            partial(check_parity, strategy, offload__optimizer="cpu", offload__adam=adam),
+        )
+        for strategy in ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+        for adam in ("torch", "deepspeed")
+    ),
+    *(
+        Check(
+            f"{strategy} with shards and optimizer in main memory on 2 GPUs equals one GPU",
+            2,
+            partial(check_parity, strategy, **IN_MAIN_MEMORY),
+        )
+        for strategy in ("deepspeed-zero3", "fsdp")
+    ),
+    Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
+    Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -39,6 +40,13 @@ def batch_by_loop(micro_batch, accumulation, num_gpus, tp=1, pp=1, cp=1):
     return sum(micro_batch for _ in range(accumulation) for _ in range(num_gpus))
 
 
+def batch_by_decimals(micro_batch, accumulation, num_gpus, tp, pp, cp):
+    samples = Decimal(micro_batch) * accumulation * num_gpus / (tp * pp * cp)
+    if num_gpus % (tp * pp * cp):
+        raise ValueError("degrees")
+    return samples
+
+
 def batch_by_tensor(*args):
     micro_batch, accumulation, num_gpus, *degrees = args
     share = math.prod(degrees)
@@ -47,7 +55,7 @@ def batch_by_tensor(*args):
     return torch.tensor([micro_batch, accumulation, num_gpus // share]).prod()
 
 
-RIGHT_BATCHES = (batch_by_division, batch_by_fraction, batch_by_loop, batch_by_tensor)
+RIGHT_BATCHES = (batch_by_division, batch_by_fraction, batch_by_loop, batch_by_decimals, batch_by_tensor)
 
 
 def _checked(formula):
@@ -55,6 +63,15 @@ def _checked(formula):
         if num_gpus % (tp * pp * cp):
             raise ValueError("does not divide")
         return formula(micro_batch, accumulation, num_gpus, tp, pp, cp)
+
+    return function
+
+
+def _refused_by(is_wrong):
+    def function(micro_batch, accumulation, num_gpus, tp, pp, cp):
+        if is_wrong(num_gpus, tp, pp, cp):
+            raise ValueError("does not divide")
+        return micro_batch * accumulation * (num_gpus // (tp * pp * cp))
 
     return function
 
@@ -81,6 +98,10 @@ WRONG_BATCHES = {
     "model ranks": (_checked(lambda m, a, n, t, p, c: m * a * t * p * c), "ranks that share samples"),
     "text": (_checked(lambda m, a, n, t, p, c: f"{m * a * n // (t * p * c)} samples"), "return a number"),
     "no refusal": (lambda m, a, n, t, p, c: m * a * n // (t * p * c), "raise a ValueError"),
+    "refused without tp": (_refused_by(lambda n, t, p, c: n % (p * c)), "tp=3 on 8 GPUs: raise a ValueError"),
+    "refused without pp": (_refused_by(lambda n, t, p, c: n % (t * c)), "tp=2 and pp=4 on 12 GPUs: raise"),
+    "refused without cp": (_refused_by(lambda n, t, p, c: n % (t * p)), "tp=2 and cp=4 on 12 GPUs: raise"),
+    "refused one by one": (_refused_by(lambda n, t, p, c: n % t or n % p or n % c), "on 12 GPUs: raise a ValueError"),
 }
 
 # --- b. How to reach a target ---------------------------------------------------------------------------------------
@@ -163,6 +184,11 @@ def _with_zero(*case):
     return [(s, s * samples - case[0]) for s in {case[0] // samples, -(-case[0] // samples)}]
 
 
+def _floor_and_ceil(*case, least):
+    samples = _round(*case)
+    return [(s, s * samples - case[0]) for s in (max(least, case[0] // samples), -(-case[0] // samples))]
+
+
 WRONG_CHOICES = {
     "world size": (_with_samples(lambda m, n, t, p, c: m * n), "multiplied by all GPUs"),
     "one rank": (_with_samples(lambda m, n, t, p, c: m), "you counted one rank"),
@@ -199,6 +225,23 @@ WRONG_CHOICES = {
     "neighbors besides": (lambda *case: _three(*case, always=False), "you gave more than the nearest choices"),
     "three everywhere": (_three, "you gave more than the nearest choices"),
     "nearest two": (_nearest_two, "nothing lies below"),
+    "twice where exact": (
+        lambda *case: [pair for pair in _floor_and_ceil(*case, least=0) if pair[0]],
+        "where the target is met exactly, give it once",
+    ),
+    "twice or zero": (
+        lambda *case: _floor_and_ceil(*case, least=0),
+        "give it once; and below one round of micro-batches there is one choice, accumulation 1: 0",
+    ),
+    "twice everywhere": (lambda *case: _floor_and_ceil(*case, least=1), "accumulation 1: it stands there twice"),
+    "twice below": (
+        lambda *case: _floor_and_ceil(*case, least=1) if case[0] % _round(*case) else reach_by_divmod(*case),
+        "you gave the same pair twice: below one round of micro-batches there is one choice, accumulation 1",
+    ),
+    "nothing below": (
+        lambda *case: reach_by_divmod(*case) if case[0] >= _round(*case) else [],
+        "you gave nothing there: below one round of micro-batches there is one choice",
+    ),
     "two above": (
         lambda *case: [(s, s * _round(*case) - case[0]) for s in (-(-case[0] // _round(*case)) + k for k in (0, 1))],
         "both reach the target",
@@ -227,7 +270,7 @@ def _sum_of(model, inputs, labels, shift=0):
 
 def _make_step(
     divide="all",
-    factor=True,
+    factor: Any = True,
     silence="but last",
     zero="once",
     clip="once",
@@ -244,15 +287,22 @@ def _make_step(
     def accumulation_step(model, optimizer, micro_batches, max_norm):
         num_ranks, steps = dist.get_world_size(), len(micro_batches)
         own = sum(int((labels != -100).sum()) for _, labels in micro_batches)
-        tokens = torch.tensor(float(own))
-        dist.all_reduce(tokens)
-        positions = torch.tensor(float(sum(labels.numel() for _, labels in micro_batches)))
-        dist.all_reduce(positions)
-        samples = torch.tensor(float(sum(len(labels) for _, labels in micro_batches)))
-        dist.all_reduce(samples)
-        divisor = {"all": tokens, "own": max(1, own), "positions": positions, "samples": samples, "nothing": 1.0}[
-            divide
+        counts = [
+            (labels.numel(), len(labels), (labels > 0).sum(), (labels != -100).sum() * (i == steps - 1))
+            for i, (_, labels) in enumerate(micro_batches)
         ]
+        everything = torch.tensor([float(own), *map(sum, zip(*counts, strict=True))])
+        dist.all_reduce(everything)
+        tokens, positions, samples, positive, of_last = everything
+        divisor = {
+            "all": tokens,
+            "own": max(1, own),
+            "positions": positions,
+            "samples": samples,
+            "nothing": 1.0,
+            "positive": positive,
+            "last": of_last,
+        }[divide]
         if zero == "once":
             optimizer.zero_grad()
         total, last_part = torch.zeros(()), torch.zeros(())
@@ -271,7 +321,7 @@ def _make_step(
                 else:
                     loss = _sum_of(model, inputs, labels, shift) / divisor
                     loss = loss / steps if over_steps else loss
-                (loss * num_ranks if factor else loss).backward()
+                (loss * num_ranks if factor is True or (factor == "last" and is_last) else loss).backward()
             total, last_part = total + loss.detach(), loss.detach()
             if clip == "each time":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -279,11 +329,26 @@ def _make_step(
                 optimizer.step()
         if clip == "once":
             torch.nn.utils.clip_grad_norm_(model.parameters(), norm * max_norm)
-        if step == "once":
+        elif clip == "largest":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type=math.inf)
+        elif clip == "value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), max_norm)
+        elif clip == "always":
+            length = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+            for parameter in model.parameters():
+                parameter.grad.mul_(max_norm / length)
+        elif clip == "apart":
+            for parameter in model.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, max_norm)
+        if step == "once" or (step == "rank 0" and dist.get_rank() == 0):
             optimizer.step()
+        if zero == "at the end":
+            optimizer.zero_grad()
         part = last_part if returns == "last" else total
         if returns in ("all", "last") and reduction == "sum":
             dist.all_reduce(part)
+        elif returns == "rank 0":
+            dist.reduce(part, dst=0)
         elif returns == "all":
             dist.all_reduce(part, op=dist.ReduceOp.SUM)
             part = part / num_ranks
@@ -380,18 +445,49 @@ def step_with_weights(model, optimizer, micro_batches, max_norm):
     return returned
 
 
+def _exchange(way, gradient):
+    """Return the sum of a vector over the ranks."""
+    if way == "all_gather":
+        found = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, gradient)
+        return sum(found)
+    if way == "objects":
+        objects: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(objects, gradient.tolist())
+        return sum(torch.tensor(item) for item in objects)
+    dist.reduce(gradient, dst=0)
+    dist.broadcast(gradient, src=0)
+    return gradient
+
+
+def _by_hand(way, each_time=False):
+    """Return a step that exchanges by other collectives than an all-reduce, once or after every micro-batch."""
+
+    def accumulation_step(model, optimizer, micro_batches, max_norm):
+        parameters = list(model.module.parameters())
+        tokens, total = _count_all(micro_batches), torch.zeros(())
+        summed: Any = torch.zeros(sum(p.numel() for p in parameters))
+        optimizer.zero_grad()
+        for i, batch in enumerate(micro_batches):
+            loss = _sum_of(model.module, *batch) / tokens
+            loss.backward()
+            total += loss.detach()
+            if each_time or i == len(micro_batches) - 1:
+                summed = summed + _exchange(way, torch.cat([p.grad.flatten() for p in parameters]))
+                optimizer.zero_grad(set_to_none=False)
+        for parameter, part in zip(parameters, summed.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad.copy_(part.view_as(parameter))
+        return _finish(model, optimizer, total, max_norm)
+
+    return accumulation_step
+
+
 RIGHT_STEPS = (
     step_by_scaling_at_the_end,
     step_by_hand_without_ddp,
     step_with_an_exit_stack,
     step_with_weights,
 )
-
-
-def fails_on_rank_1(model, optimizer, micro_batches, max_norm):
-    if dist.get_rank() == 1:
-        raise KeyError("no such micro-batch")
-    return _make_step()(model, optimizer, micro_batches, max_norm)
 
 
 def returns_nothing(model, optimizer, micro_batches, max_norm):
@@ -476,10 +572,25 @@ WRONG_STEPS = {
     "labels shifted": (_make_step(shift=1), "logits and labels are shifted against each other"),
     "micro-batches by their own counts": (each_micro_batch_by_its_own_count, "its own supervised tokens, of all ranks"),
     "clipped before the exchange": (clipped_before_the_exchange, "each rank clips its own gradient"),
-    "clipped to half the norm": (_make_step(norm=0.5), "look at what you divide by, multiply with and clip to"),
+    "clipped to twice the norm": (_make_step(norm=2.0), "look at what you divide by, multiply with and clip to"),
     "mean of means": (_make_step(reduction="mean", factor=False), "a mean of means"),
     "plain mean": (_make_step(reduction="plain mean", factor=False), "a mean of means"),
     "DDP's average left in": (_make_step(factor=False), "DDP averages gradients over the ranks"),
+    "own tokens, times ranks": (_make_step(divide="own"), "each rank divides by its own supervised tokens"),
+    "labels above 0": (_make_step(divide="positive"), "you count the labels above 0"),
+    "last count": (_make_step(divide="last"), "by the supervised tokens of the last micro-batch"),
+    "factor on the last": (_make_step(factor="last"), "only the last micro-batch's loss is multiplied"),
+    "each parameter clipped": (_make_step(clip="apart"), "each parameter is clipped by itself"),
+    "values clipped": (_make_step(clip="value"), "each number of the gradient is limited to max_norm"),
+    "largest clipped": (_make_step(clip="largest"), "the gradient is clipped by its largest number"),
+    "always scaled": (_make_step(clip="always"), "the gradient is always scaled to max_norm"),
+    "zeroed at the end": (_make_step(zero="at the end"), "gradients were left before your first step"),
+    "steps on one rank": (_make_step(step="rank 0"), "the optimizer stepped on rank 0 and not on rank 1"),
+    "loss on one rank": (_make_step(returns="rank 0"), "it is right on rank 0 and not on rank 1"),
+    "objects each time": (
+        _by_hand("objects", each_time=True),
+        "forward *and* backward of the others must stand inside",
+    ),
     "own tokens": (_make_step(divide="own", factor=False), "each rank divides by its own supervised tokens"),
     "all positions": (_make_step(divide="positions"), "you divide by all positions"),
     "all positions, average left in": (_make_step(divide="positions", factor=False), "you divide by all positions"),
@@ -498,7 +609,6 @@ WRONG_STEPS = {
     "own loss returned": (_make_step(returns="own"), "the returned loss is this rank's part"),
     "last loss returned": (_make_step(returns="last"), "the returned loss holds the last micro-batches only"),
     "returns nothing": (returns_nothing, "return the step's loss as a number"),
-    "fails on one rank": (fails_on_rank_1, "rank 1 failed with KeyError"),
-    # Last: the collectives of its ranks do not match, on which gloo ends a process.
-    "skips mute micro-batches": (_make_step(skip=True), "waited for the other in vain"),
+    # Last: the collectives of its ranks do not match, on which gloo ends a process, at times before the other reports.
+    "skips mute micro-batches": (_make_step(skip=True), "call every collective"),
 }

@@ -8,8 +8,8 @@ import pytest
 from readme import ROOT, environment
 
 from vlmcourse.commands import demo
-from vlmcourse.commands.progress import heartbeat
 from vlmcourse.grading.run import CellMarks, Marks
+from vlmcourse.progress import heartbeat
 
 
 @pytest.mark.notebook

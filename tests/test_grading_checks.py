@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import warnings
+from decimal import Decimal
 from fractions import Fraction
 from hashlib import sha256
 from pathlib import Path
@@ -319,14 +320,19 @@ def test_a_learners_output_reaches_nobody(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("value", [True, "3", None, [3], float("nan"), float("inf"), 3 + 0j, {}, torch.zeros(2)])
+@pytest.mark.parametrize(
+    "value",
+    [True, "3", None, [3], float("nan"), float("inf"), Decimal("sNaN"), 3 + 0j, {}, torch.zeros(2)],
+)
 def test_what_is_no_finite_number_is_not_close_to_anything(value):
     assert as_number(value) is None
     assert not is_close(value, 3)
 
 
 def test_numbers_of_any_kind_are_compared():
-    assert all(is_close(value, 3) for value in (3, 3.0, np.float32(3), torch.tensor(3.0), Fraction(3), 3.0001))
+    assert all(
+        is_close(value, 3) for value in (3, 3.0, np.float32(3), torch.tensor(3.0), Fraction(3), Decimal(3), 3.0001)
+    )
     assert not is_close(3.01, 3)
     assert not is_close(10**400, 3)
 

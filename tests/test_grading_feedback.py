@@ -22,10 +22,10 @@ from vlmcourse.grading import (
     pair_feedback,
     pair_ranks,
     pair_worker,
-    run,
     step_feedback,
     traces,
 )
+from vlmcourse.grading.cell_feedback import feedback_text
 from vlmcourse.grading.chain_runs import make_runs, record_run
 from vlmcourse.grading.chain_verdicts import judge_run
 from vlmcourse.grading.checks import Outcome, call
@@ -326,4 +326,4 @@ def test_what_a_check_waits_for_is_said_at_once_with_its_limits_and_is_no_feedba
     assert all(f"after {limit:g} seconds" in task for limit in limits) and f"after {pair_ranks.RUN_LIMIT_S:g}." in task
     cell = nbformat.v4.new_code_cell()
     cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=f"{said.out}loss right in 2 of 5 cases\n"))
-    assert run.feedback_text(cell) == "loss right in 2 of 5 cases"
+    assert feedback_text(cell) == "loss right in 2 of 5 cases"

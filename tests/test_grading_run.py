@@ -21,6 +21,7 @@ from nbgrader.api import Gradebook
 
 from vlmcourse.commands import grade as command
 from vlmcourse.grading import run, steps
+from vlmcourse.grading.cell_feedback import feedback_text
 from vlmcourse.grading.process import ProcessResult, stop_tree
 from vlmcourse.grading.report import as_data, format_feedback, format_table
 from vlmcourse.grading.run import CellMarks, Marks, find_assignment, grade_submission, prepare_course
@@ -167,6 +168,7 @@ def test_killed_kernel_keeps_earlier_points_and_gives_none_after(prepared, tmp_p
         "small_award_test": 0,
         "small_essay": None,
     }
+    assert "cell small_double ended in an error: KernelDied" in feedback(marks)["small_double_test"]
     assert "this cell was not run" in feedback(marks)["small_double_test"]
     assert "this cell was not run" in feedback(marks)["small_award_test"]
 
@@ -174,9 +176,15 @@ def test_killed_kernel_keeps_earlier_points_and_gives_none_after(prepared, tmp_p
 def test_changed_lab_cell_is_run_and_deleted_solution_earns_nothing(prepared, tmp_path):
     notebook = answer(prepared.release, {"small_award": "def award():\n    return len(helper())"})
     find(notebook, "ranks").source = "def helper():\n    return [1]"  # a learner's own helper in a lab's place
-    notebook.cells = [cell for cell in notebook.cells if cell.id not in ("small_draw", "small_double")]
+    notebook.cells = [cell for cell in notebook.cells if cell.id != "small_double"]
+    find(notebook, "small_draw").source = "def draw():\n    return (1]"
     marks = grade(notebook, prepared, tmp_path)
     assert points(marks) == {"small_draw_test": 0, "small_double_test": 0, "small_award_test": 1, "small_essay": 0}
+    said = feedback(marks)
+    first, second = said["small_draw_test"].splitlines()
+    assert first.startswith("the answer's cell small_draw ended in an error: SyntaxError: closing parenthesis")
+    assert first.endswith("(line 2)") and second == "NameError: name 'draw' is not defined"
+    assert "ended in an error" not in said["small_double_test"] + said["small_award_test"]
 
 
 def test_failed_run_is_tried_again_and_only_the_last_goes_on_after_a_death(prepared, tmp_path, monkeypatch):
@@ -406,4 +414,4 @@ def test_grade_command_says_what_to_correct(argv, words, tmp_path, monkeypatch):
 )
 def test_feedback_shows_an_error_in_one_line(name, message, text):
     error = new_output("error", ename=name, evalue=message, traceback=[])
-    assert run.feedback_text(test_cell(error)) == text
+    assert feedback_text(test_cell(error)) == text

@@ -22,6 +22,8 @@ from vlmcourse.layout import CHOICES as PARALLEL_CHOICES
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
 from vlmcourse.recompute import POLICIES, RECOMPUTING_TOWERS, ActivationsConfig
+from vlmcourse.state_offload import CHOICES as OFFLOAD_CHOICES
+from vlmcourse.state_offload import OffloadConfig
 from vlmcourse.values import (
     ConfigError,
     add_choices,
@@ -53,6 +55,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.precision": PRECISIONS,
     **{f"parallel.{name}": known for name, known in PARALLEL_CHOICES.items()},
     **{f"activations.{tower}": POLICIES for tower in RECOMPUTING_TOWERS},
+    **{f"offload.{name}": known for name, known in OFFLOAD_CHOICES.items()},
 }
 """What texts may be of which there are a few."""
 MAX_SEED = 2**63 - 1
@@ -232,12 +235,14 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         found += precision_problems(self.train.precision, self.parallel)
         found += self.activations.contradictions(self.parallel, self.model.freeze)
         parallel = self.parallel
+        found += self.offload.contradictions(parallel, self.train.precision)
         found += engine_problems(parallel.strategy, self.train.precision, self.activations, parallel.deepspeed_config)
         if found:
             raise ConfigError("The training configuration", found)

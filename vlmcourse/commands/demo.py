@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmcourse.commands.progress import heartbeat
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.grading.report import format_by_hand
 from vlmcourse.grading.run import Marks, grade_submission, prepare_course
+from vlmcourse.progress import heartbeat
 
 CHAPTER = "ch01_parallelism"
 NUM_RANKS = 2

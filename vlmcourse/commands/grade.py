@@ -11,9 +11,9 @@ import contextlib
 import json
 from pathlib import Path
 
-from vlmcourse.commands.progress import heartbeat, say
 from vlmcourse.grading.report import as_data, format_feedback, format_points, format_table
 from vlmcourse.grading.run import Marks, PreparedCourse, find_assignment, grade_submission, prepare_course
+from vlmcourse.progress import heartbeat, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -263,8 +263,9 @@ def _off(values: Values) -> list[str]:
         device = values[f"{ZERO}.{part}.device"]
         if device != "none":
             found.append(
-                f"{ZERO}.{part}.device = {device!r}: a run does not offload by DeepSpeed yet, and would train as if it "
-                "did; set it to 'none'"
+                f"{ZERO}.{part}.device = {device!r}: a run offloads by its section [offload], which proves that it "
+                "happened, and not by this file; set it to 'none', or leave the file out and set "
+                f"offload.{'optimizer' if part == 'offload_optimizer' else 'parameters'} = {device!r}"
             )
     return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vlmcourse.grading.ex04_2 import BatchCase
+    from vlmcourse.grading.batch_cases import BatchCase
 
 Pairs = list[tuple[float, float]]
 
@@ -132,6 +132,13 @@ def _near(*offsets: int) -> Callable[[BatchCase], Pairs]:
     return lambda case: _pairs(case, _round(case), [case.target // _round(case) + offset for offset in offsets])
 
 
+def _floor_and_ceil(least: int) -> Callable[[BatchCase], Pairs]:
+    """Return an answer that gives both roundings of a division, at least this: the same pair twice where they meet."""
+    return lambda case: _pairs(
+        case, _round(case), (max(least, case.target // _round(case)), -(-case.target // _round(case)))
+    )
+
+
 def _above(case: BatchCase, count: int) -> Pairs:
     """Return the first batches that reach the target."""
     first = -(-case.target // _round(case))
@@ -142,6 +149,8 @@ def _positive(pairs: Pairs) -> Pairs:
     return [pair for pair in pairs if pair[0] > 0]
 
 
+TWICE = "you gave the same pair twice: where the target is met exactly, give it once"
+BELOW_A_ROUND = "below one round of micro-batches there is one choice, accumulation 1"
 MORE = "you gave more than the nearest choices: where one meets the target it is the only one, else the two neighbors"
 IN_SAMPLES = "your error is not in samples: a micro-batch (or a round of them over all ranks) has several"
 WRONG_CHOICES: tuple[tuple[Callable[[BatchCase], Pairs], str], ...] = (
@@ -180,6 +189,14 @@ WRONG_CHOICES: tuple[tuple[Callable[[BatchCase], Pairs], str], ...] = (
         "where the target is below one round of micro-batches you gave two choices above it: nothing lies below, so "
         "only the nearest, one micro-batch, remains",
     ),
+    (_floor_and_ceil(1), f"{TWICE}; and {BELOW_A_ROUND}: it stands there twice"),
+    (_floor_and_ceil(0), f"{TWICE}; and {BELOW_A_ROUND}: 0 is none"),
+    (lambda c: _positive(_floor_and_ceil(0)(c)), TWICE),
+    (
+        lambda c: _floor_and_ceil(1)(c) if c.target % _round(c) else _right(c),
+        f"you gave the same pair twice: {BELOW_A_ROUND}",
+    ),
+    (lambda c: _right(c) if c.target >= _round(c) else [], f"you gave nothing there: {BELOW_A_ROUND}"),
     (lambda c: _above(c, 2), "your two choices both reach the target: where none meets it, give one on either side"),
     (lambda c: _pairs(c, _round(c), [round(c.target / _round(c))]), f"{BOTH}; you gave the nearer one"),
     (lambda c: _positive(_near(-1, 0, 1)(c)), MORE),

@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from vlmcourse.grading.texts import describe
@@ -300,11 +301,11 @@ def as_number(value: Any) -> float | None:
     """Return an answer as a finite float; None if it is not a real number."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # a tensor or an array of one number
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         return None
     try:
         number = float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):  # a signalling NaN of decimal
         return None
     return number if math.isfinite(number) else None
 

@@ -6,16 +6,21 @@ names the misconception. The cases of the hidden tests come from the same genera
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vlmcourse.batch import effective_batch_size, nearest_accumulation
+from vlmcourse.grading.batch_cases import V100, BatchCase, make_batch_cases
 from vlmcourse.grading.batch_feedback import explain_batches, explain_choices
 from vlmcourse.grading.checks import Asked, Outcome, as_number, ask_each, award, call, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
-from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
+from vlmcourse.grading.pair_ranks import (
+    COLLECTIVE_LIMIT_S,
+    AnswerReports,
+    run_answers,
+    show_rank_prints,
+    show_unfinished,
+)
 from vlmcourse.grading.plain import call_plainly
 from vlmcourse.grading.step_cases import make_step_cases
 from vlmcourse.grading.step_feedback import (
@@ -29,81 +34,17 @@ from vlmcourse.grading.step_feedback import (
 
 CLUSTER_ARGUMENTS = ("num_gpus", "tp", "pp", "cp")
 WORKER = "vlmcourse.grading.step_worker"
+REFUSED = ((8, 3, 1, 1), (12, 2, 4, 1), (12, 2, 1, 4))
+"""GPUs, tp, pp and cp that cannot be: who forgets a degree, or looks at each by itself, accepts one of them."""
 SHARE_OF_GRADIENT, SHARE_OF_EXCHANGE, SHARE_OF_LOSS = 3, 2, 1
 """How the points of `accumulation_step` are shared out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchCase:
-    """A cluster, how a model is split over it, and a batch."""
-
-    micro_batch: int
-    accumulation: int
-    num_gpus: int
-    tp: int
-    pp: int
-    cp: int
-    target: int
-
-    @property
-    def dp_degree(self) -> int:
-        """GPUs with samples of their own."""
-        return self.num_gpus // (self.tp * self.pp * self.cp)
-
-    @property
-    def cluster(self) -> tuple[int, int, int, int]:
-        """The last arguments of both functions."""
-        return self.num_gpus, self.tp, self.pp, self.cp
-
-    def describe(self) -> str:
-        """Name the cluster and the degrees above 1."""
-        degrees = zip(("tp", "pp", "cp"), self.cluster[1:], strict=True)
-        shown = "".join(f", {name}={value}" for name, value in degrees if value > 1)
-        return f"micro-batch {self.micro_batch} on {self.num_gpus} GPUs{shown}"
-
-
-def make_batch_cases(seed: int, num_cases: int) -> list[BatchCase]:
-    """Draw clusters and targets: of five clusters, three have all degrees above 1, one has one and one has none.
-
-    A function that forgets a single degree is then wrong in more than half of the cases, and so is one that gives a
-    single choice: of four targets one is met exactly; of eight, one lies below a round of micro-batches.
-    """
-    rng = random.Random(f"batch:{seed}")
-    cases = [V100] if seed % 2 else []
-    while len(cases) < num_cases:
-        number = len(cases)
-        degrees = rng.sample((2, 4, 8), k=3)
-        if number % 5 == 0:
-            degrees = [1, 1, 1]
-        elif number % 5 == 4:  # cp first, then tp, then pp
-            degrees = [degree if axis == (number // 5 + 2) % 3 else 1 for axis, degree in enumerate(degrees)]
-        dp = rng.choice((1, 2, 3, 4, 8, 16) if number % 5 else (2, 4, 8))
-        micro, accumulation = rng.randint(1 if dp > 1 else 3, 6), rng.randint(2, 24)
-        one_round = micro * dp
-        target = one_round * rng.randint(2, 40)
-        if number % 4:
-            target += rng.choice([o for o in range(1, one_round) if 2 * o != one_round] or [1])
-        if number % 8 == 6:
-            target = one_round - rng.randint(1, one_round - 1)
-        tp, pp, cp = degrees
-        num_gpus = dp * tp * pp * cp
-        cases.append(
-            BatchCase(
-                micro_batch=micro, accumulation=accumulation, num_gpus=num_gpus, tp=tp, pp=pp, cp=cp, target=target
-            )
-        )
-    return cases
-
-
-V100 = BatchCase(micro_batch=2, accumulation=8, num_gpus=8, tp=1, pp=1, cp=1, target=256)
-"""The exercise's own cluster: 8 x V100-32GB."""
 
 
 # --- a. Samples of a step -------------------------------------------------------------------------------------------
 
 
 def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 12) -> float:
-    """Grade `batch_size(micro_batch, accumulation, num_gpus, tp, pp, cp)` and two clusters that cannot be.
+    """Grade `batch_size(micro_batch, accumulation, num_gpus, tp, pp, cp)` and clusters that cannot be.
 
     Returns:
         Points from 0 to `points`; feedback is printed.
@@ -121,9 +62,7 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
     if asked is None:
         return 0.0
     _show_mistake(asked, explain_batches)
-    refused = _refuses(function, (2, 8, 8, 3, 1, 1), "tp=3 on 8 GPUs") and _refuses(
-        function, (2, 8, 12, 2, 4, 1), "tp=2 and pp=4 on 12 GPUs"
-    )
+    refused = all(_refuses(function, *degrees) for degrees in REFUSED)
     return award(points, asked.earned + 2 * refused, num_cases + 2) if asked.earned else 0.0
 
 
@@ -139,10 +78,12 @@ def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float
     return got, 0.0, f"{case.describe()}, accumulation {case.accumulation}: {outcome.error or said}"
 
 
-def _refuses(function: Any, arguments: tuple[int, ...], what: str) -> bool:
+def _refuses(function: Any, num_gpus: int, *degrees: int) -> bool:
     """Tell whether a cluster that its degrees do not divide is refused."""
-    outcome = _ask(function, *arguments)
+    outcome = _ask(function, 2, 8, num_gpus, *degrees)
     if not outcome.error.startswith("ValueError"):
+        above_1 = [f"{name}={n}" for name, n in zip(CLUSTER_ARGUMENTS[1:], degrees, strict=True) if n > 1]
+        what = f"{' and '.join(above_1)} on {num_gpus} GPUs"
         got = outcome.error or f"{outcome.value!r:.60} was returned"
         print(f"{what}: raise a ValueError, the product of the degrees does not divide the GPUs ({got})")
         return False
@@ -174,6 +115,9 @@ def check_v100(function: Any, points: float) -> float:
         return 0.0
     samples = effective_batch_size(V100.micro_batch, V100.accumulation, V100.dp_degree)
     (choice,) = nearest_accumulation(V100.target, V100.micro_batch, V100.dp_degree)
+    if got == [choice.accumulation_steps, samples]:
+        print("the two are turned round: first the samples of a step, then the accumulation")
+        return 0.0
     if got[0] != samples:
         ideas = {16.0: "that is one rank's, or one micro-batch's, part of a step", 256.0: "that is the target"}
         print(f"samples of a step: {got[0]:g} is not right; {ideas.get(got[0] or 0, 'multiply the three numbers')}")
@@ -292,10 +236,7 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
             counts[name] += value
     for sentences in list(shown.values())[:MAX_SHOWN]:
         print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
-    if len(reports.cases) < num_cases:
-        if reports.failure and all(case.is_done for case in reports.cases):
-            print(f"The ranks did not come to an end: {reports.failure}")
-        print(f"{num_cases - len(reports.cases)} more cases were not run")
+    show_unfinished(reports, num_cases)
     if num_accumulated < len(reports.cases):
         print(f"only cases that accumulate earn points: {num_accumulated} of {num_cases}")
     print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))

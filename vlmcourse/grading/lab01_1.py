@@ -17,7 +17,13 @@ from torch import Tensor
 from vlmcourse.grading.checks import award, call, explain_signature
 from vlmcourse.grading.pair_cases import PARTS, cut, is_near, make_pair_cases, make_weights
 from vlmcourse.grading.pair_feedback import explain_case, has_whole_output, is_right, sends_too_much
-from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
+from vlmcourse.grading.pair_ranks import (
+    COLLECTIVE_LIMIT_S,
+    AnswerReports,
+    run_answers,
+    show_rank_prints,
+    show_unfinished,
+)
 from vlmcourse.grading.traces import show_printed
 
 MAX_SHOWN = 4
@@ -210,9 +216,6 @@ def grade_reports(reports: AnswerReports, points: float, num_cases: int) -> floa
         print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
     if "unsolved" in shown:
         return 0.0
-    if len(reports.cases) < num_cases:
-        if reports.failure and all(case.is_done for case in reports.cases):
-            print(f"The ranks did not come to an end: {reports.failure}")
-        print(f"{num_cases - len(reports.cases)} more cases were not run")
+    show_unfinished(reports, num_cases)
     print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, count in counts.items()))
     return award(points, earned / (SHARE_OF_OUTPUT + SHARE_OF_INPUT_GRAD + SHARE_OF_PART_GRADS), num_cases)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import cloudpickle
 from vlmcourse.grading.traces import STARTING, Place, describe_place, files_of, show_printed
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.launcher import run_ranks
+from vlmcourse.notebook.rank_names import name_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +134,35 @@ def _start(
                 on_line=lambda rank, line: logger.info("[%d] %s", rank, line),
             )
         except RankFailure as error:
-            failure = " ".join(str(error).split())[:300]
-        return failure, _collect(folder, job["cases"], len(job["answers"]), files)
+            failure = _explain_failure(error)
+        found = _collect(folder, job["cases"], len(job["answers"]), files)
+        unfinished = [cases for cases in found if len(cases) < len(job["cases"]) and all(c.is_done for c in cases)]
+        if unfinished and not failure:
+            failure = (
+                f"their processes had ended when {len(unfinished[0])} of {len(job['cases'])} cases were done: a "
+                "function must return, not end its process"
+            )
+        return failure, found
+
+
+def _explain_failure(error: RankFailure) -> str:
+    """Return why ranks failed, in one line; gloo ends a process that is sent another collective's numbers."""
+    aborted = [end.rank for end in error.ends if end.exit_code == -signal.SIGABRT]
+    if aborted:
+        return (
+            f"{name_ranks(aborted)} was ended by SIGABRT, as gloo does where ranks call different collectives, or one "
+            "with tensors of different sizes: every rank must call every collective, and in the same order"
+        )
+    return " ".join(str(error).split())[:300]
+
+
+def show_unfinished(reports: AnswerReports, num_cases: int) -> None:
+    """Say why and how many cases were not run to their end, where a process broke off or a case kept others waiting."""
+    seen = {status for case in reports.cases for status in case.statuses().values()}
+    if reports.failure and (len(reports.cases) < num_cases or "gone" in seen) and seen <= {"done", "lost", "gone"}:
+        print(f"The ranks did not come to an end: {reports.failure}")
+    if len(reports.cases) < num_cases:
+        print(f"{num_cases - len(reports.cases)} more cases were not run")
 
 
 def show_rank_prints(reports: AnswerReports) -> None:

@@ -48,16 +48,20 @@ class RecordCollectives(TorchDispatchMode):
         """Note a call before it is made, as it may never return."""
         name = func.__name__.split(".")[0].strip("_")
         if "c10d" in func.namespace and name not in {skipped.strip("_") for skipped in NO_TRANSFER}:
-            self.calls.append((self.phase, name, _count_handed_in(args)))
+            self.note(name, args)
             if _is_async(func, args):
                 self.later.add(self.phase)
         return func(*args, **(kwargs or {}))
 
+    def note(self, name: str, args: Any) -> None:
+        """Write one call down."""
+        self.calls.append((self.phase, name, sum(tensor.numel() for tensor in handed_in(args))))
 
-def _count_handed_in(args: Any) -> int:
-    """Count the numbers that a collective is given: its only tensors, or those behind the ones for its results."""
-    counts = [count for count in map(_count_numbers, args) if count]
-    return counts[-1] if counts else 0
+
+def handed_in(args: Any) -> list[Tensor]:
+    """Return the tensors that a collective is given: its only ones, or those behind the ones for its results."""
+    found = [tensors for tensors in map(_tensors_of, args) if sum(tensor.numel() for tensor in tensors)]
+    return found[-1] if found else []
 
 
 def _is_async(func: Any, args: Any) -> bool:
@@ -69,10 +73,10 @@ def _is_async(func: Any, args: Any) -> bool:
     return bool(args[at]) if at < len(args) else True
 
 
-def _count_numbers(value: Any) -> int:
+def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return value.numel()
-    return sum(map(_count_numbers, value)) if isinstance(value, (list, tuple)) else 0
+        return [value]
+    return [tensor for item in value for tensor in _tensors_of(item)] if isinstance(value, (list, tuple)) else []
 
 
 def main(folder: Path, run_class: type[Run] | None = None) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import nbformat
 
+from vlmcourse.grading.cell_feedback import feedback_text, find_answer_errors
 from vlmcourse.grading.process import ProcessResult, last_lines, run_nbgrader
-from vlmcourse.grading.traces import without_progress
 
 logger = logging.getLogger(__name__)
 
@@ -263,13 +263,15 @@ def _read_marks(folder: Path, prepared: PreparedCourse) -> tuple[CellMarks, ...]
     with Gradebook(f"sqlite:///{folder / 'gradebook.db'}") as gradebook:
         submission = gradebook.find_submission_notebook(prepared.notebook, prepared.assignment, LEARNER)
         scores = {grade.name: grade.auto_score for grade in submission.grades}
-    marks = []
+    marks, errors = [], find_answer_errors(nbformat.read(prepared.release, as_version=4).cells, cells)
     for cell in _no_marks(prepared):
         points, feedback = scores.get(cell.grade_id), ""
         if cell.grade_id in outputs and outputs[cell.grade_id].cell_type == "code":
             feedback = feedback_text(outputs[cell.grade_id])
         if points is None and cell.points is not None:
             points, feedback = 0.0, f"{feedback}\nno result was recorded for this cell".strip()
+        if points is not None and points < cell.max_points and cell.grade_id in errors:
+            feedback = f"{errors[cell.grade_id]}\n{feedback}".strip()
         marks.append(dataclasses.replace(cell, points=points, feedback=feedback))
     return tuple(marks)
 
@@ -290,17 +292,3 @@ def _no_marks(prepared: PreparedCourse) -> tuple[CellMarks, ...]:
                 )
             )
     return tuple(marks)
-
-
-def feedback_text(cell: nbformat.NotebookNode) -> str:
-    """Return what a graded code cell printed and the message of its error."""
-    parts = [without_progress(output.text).strip() for output in cell.outputs if output.output_type == "stream"]
-    parts += [_error_text(output.ename, output.evalue) for output in cell.outputs if output.output_type == "error"]
-    return "\n".join(part for part in parts if part and part != "Success!")
-
-
-def _error_text(name: str, message: str) -> str:
-    """Return one line for an error; the blank cells of a release raise NotImplementedError without a message."""
-    if not message.strip():
-        return "not solved yet" if name == "NotImplementedError" else name
-    return f"{name}: {message}"

@@ -19,8 +19,12 @@ VOCABULARY, WIDTH, SEQ_LEN = 13, 8, 9
 IGNORE = -100
 LEARNING_RATE = 0.5
 KINDS = ("ragged", "clipped", "mute rank", "mute last", "single")
-"""What is special about a case: nothing but ragged labels; clipping at half the norm; a rank without any supervised
-token; a last micro-batch without any, and clipping; only one micro-batch."""
+"""What is special about a case: nothing but ragged labels; clipping; a rank without any supervised token; a last
+micro-batch without any, and clipping; only one micro-batch."""
+CLIPPED = ("clipped", "mute last")
+"""Kinds whose first step is clipped and whose second comes close to it: a clipped gradient hides a wrong factor."""
+LEFT_OVER = ("ragged", "mute rank")
+"""Kinds that begin with gradients left from before."""
 
 MicroBatch = tuple[Tensor, Tensor]
 """Inputs and labels, int64 [B, S]."""
@@ -105,10 +109,28 @@ def flat_gradient(model: nn.Module) -> Tensor:
     return torch.cat([part.detach().flatten() for part in parts])
 
 
+def find_left_over(case: StepCase, model: nn.Module) -> Tensor:
+    """Return what stands in a model's gradients before the first step [parameters]: zeros in most cases."""
+    size = sum(p.numel() for p in model.parameters())
+    generator = torch.Generator().manual_seed(case.seed)
+    return 0.1 * torch.randn(size, generator=generator) if case.kind in LEFT_OVER else torch.zeros(size)
+
+
+def leave_gradient(case: StepCase, model: nn.Module) -> None:
+    """Write what was left from before into the gradients, the same on every rank."""
+    if case.kind in LEFT_OVER:
+        for parameter, left in zip(model.parameters(), split(model, find_left_over(case, model)), strict=True):
+            parameter.grad = left.clone()
+
+
+def split(model: nn.Module, vector: Tensor) -> list[Tensor]:
+    """Cut a vector [parameters] into the shapes of a model's parameters."""
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return [part.view_as(p) for part, p in zip(vector.split(sizes), model.parameters(), strict=True)]
+
+
 @torch.no_grad()
 def descend(model: nn.Module, gradient: Tensor) -> None:
     """Make the step of plain SGD."""
-    start = 0
-    for parameter in model.parameters():
-        parameter -= LEARNING_RATE * gradient[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
+    for parameter, part in zip(model.parameters(), split(model, gradient), strict=True):
+        parameter -= LEARNING_RATE * part

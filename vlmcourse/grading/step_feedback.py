@@ -6,7 +6,7 @@ recognised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vlmcourse.grading.pair_ranks import CaseReports
@@ -36,14 +36,18 @@ OWN_NORM = (
     "each rank clips its own gradient, before the exchange: clip once, after the last micro-batch, by the norm of the "
     "exchanged gradient"
 )
+COUNT_ALL = (
+    "each rank divides by its own supervised tokens, which is a mean of the ranks' means: divide by the number of all "
+    "ranks (an all-reduce of the count)"
+)
 KEPT = "gradients of the step before are still there: zero them once a step, before its first micro-batch"
 GRADIENTS = {
     "over_ranks": f"the gradient is 1 / {{n}} of what it must be: {AVERAGE}",
     "times_ranks": "the gradient is {n} times too large: it was multiplied by the number of ranks once too often",
     "mean_of_means": MEANS,
     "sum_of_means": f"the means of the micro-batches are added up: {MEANS}",
-    "rank_means": "each rank divides by its own supervised tokens, which is a mean of the ranks' means: divide by the "
-    "number of all ranks (an all-reduce of the count)",
+    "rank_means": COUNT_ALL,
+    "rank_means_times_ranks": COUNT_ALL,
     "rank_means_over_steps": "each rank divides by its own supervised tokens and by the number of micro-batches: "
     "divide once, by the supervised tokens of all ranks",
     "means_over_ranks": GLOBAL_MEANS,
@@ -54,6 +58,8 @@ GRADIENTS = {
     "all_positions": "you divide by all positions: prompts and padding (label -100) are not supervised",
     "all_positions_over_ranks": "you divide by all positions: prompts and padding (label -100) are not supervised; and "
     + AVERAGE,
+    "positive_labels": "you count the labels above 0: 0 is a token too, and only -100 is not supervised",
+    "last_count": "you divide by the supervised tokens of the last micro-batch: count those of all micro-batches",
     "not_divided": "the sums of token losses are not divided at all: divide by the supervised tokens of the whole step",
     "summed": "the sums of token losses are not divided at all: divide by the supervised tokens of the whole step",
     "over_samples": "you divide by the number of samples: the loss is a mean over supervised tokens",
@@ -65,6 +71,8 @@ GRADIENTS = {
     "own_only_over_tokens": "the gradient holds this rank's own samples only: no_sync was still on in the last "
     "micro-batch, so nothing was exchanged",
     "last_only": "only the last micro-batch is in the gradient: zero gradients before the loop, not in it",
+    "factor_on_last": "only the last micro-batch's loss is multiplied by the number of ranks: DDP averages all that "
+    "was added up, so every micro-batch needs the factor",
     "first_exchanged": "no_sync is the wrong way round: the first micro-batch was exchanged and the others were not. "
     "Leave the last one outside no_sync: its exchange takes along what was added up before",
     "right_not_clipped": "the gradient is right, but not clipped: scale it down to max_norm before the optimizer steps",
@@ -73,6 +81,14 @@ GRADIENTS = {
     "clipped_early": "gradients are clipped before the last micro-batch: clip once, after it, when all is in them",
     "clipped_before_the_exchange": OWN_NORM,
     "clipped_before_the_sum": OWN_NORM,
+    "clipped_by_parameter": "each parameter is clipped by itself: clip once, by the norm of all gradients together",
+    "clipped_by_value": "each number of the gradient is limited to max_norm (clip_grad_value_): scale all of them by "
+    "one factor, so that the norm is max_norm (clip_grad_norm_)",
+    "clipped_by_largest": "the gradient is clipped by its largest number: clip by its norm, the root of the sum of "
+    "squares",
+    "scaled_to_norm": "the gradient is always scaled to max_norm: clipping only shortens, a shorter one stays as it is",
+    "kept_from_before": "gradients were left before your first step, and are still there: zero them before a step's "
+    "first micro-batch, not only after its last",
     "kept": KEPT,
     "kept_over_ranks": KEPT,
     "scaled": "the gradient has the right direction and a wrong length: look at what you divide by, multiply "
@@ -114,6 +130,13 @@ FORWARD_OUTSIDE = (
 TOO_MANY = (
     "activations of {kept} samples are kept at once, and the largest micro-batch has {largest}: that is the memory of "
     "a larger batch, not accumulation. Give each micro-batch a forward of its own, and run its backward before the next"
+)
+UNEQUAL = (
+    "the returned loss differs between ranks: it is right on {right} and not on {wrong}; every rank must return it"
+)
+NOT_SEEN = (
+    "the gradient is right, but the collectives of the step carry {times:.0%} of its numbers: exchange it by "
+    "collectives of torch.distributed"
 )
 FACTS = ("nan", "no_step", "missing")
 """Words that are true whatever the mistake is."""
@@ -207,18 +230,35 @@ def explain_step_case(case: CaseReports, common: str = "", common_loss: str = ""
         )
     elif wrong:
         word = _choose_word(wrong, common)
-        ending = "; and the gradient is not clipped" if word not in GRADIENTS else ""
-        found[f"gradient {word}"] = GRADIENTS[word.removesuffix(NOT_CLIPPED) if ending else word].format(n=n) + ending
+        stepped = _ranks_by(case, lambda step: step["num_steps"] > 0)
+        if word == "no_step" and all(stepped):
+            found["stepped"] = "the optimizer stepped on {} and not on {}: every rank must step".format(*stepped)
+        else:
+            ending = "; and the gradient is not clipped" if word not in GRADIENTS else ""
+            sentence = GRADIENTS[word.removesuffix(NOT_CLIPPED) if ending else word].format(n=n)
+            found[f"gradient {word}"] = sentence + ending
     times = max(num_exchanges(case), default=0.0)
     if times >= 1.5:
         is_outside = any(step["forward_outside"] for step in steps)
         found["exchanges"] = (FORWARD_OUTSIDE if is_outside else EVERY_TIME).format(times=times)
+    elif not counts and not wrong and times < 0.9:
+        found["exchanges"] = NOT_SEEN.format(times=times)
     if not counts and not wrong:
         wrong = [step["loss"] for step in steps if step["loss"] != "right"]
-        if wrong:
+        right_on, wrong_on = _ranks_by(case, lambda step: step["loss"] == "right")
+        if right_on and wrong_on:
+            found["loss unequal"] = UNEQUAL.format(right=right_on, wrong=wrong_on)
+        elif wrong:
             word = _choose_word(wrong, common_loss)
             found[f"loss {word}"] = LOSSES[word].format(n=n)
     return found
+
+
+def _ranks_by(case: CaseReports, is_so: Callable[[dict[str, Any]], bool]) -> tuple[str, str]:
+    """Name the ranks on which something is so in the first step, and the others; "" for none."""
+    first = {rank: is_so(report["values"]["steps"][0]) for rank, report in sorted(case.by_rank.items())}
+    yes, no = ([rank for rank, so in first.items() if so is wanted] for wanted in (True, False))
+    return (name_ranks(yes) if yes else ""), (name_ranks(no) if no else "")
 
 
 def _choose_word(wrong: Sequence[str], common: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 class RecordPasses:
     """Follows every forward pass of a model until its backward has let go of what autograd kept for it."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, on_forward: Callable[[int], None] | None = None) -> None:
+        """Follow a model; `on_forward` is told the number of each forward pass, from 0, before it runs."""
+        self._on_forward = on_forward
         self.most_samples = 0
         """Of all forward passes that had something kept at the same time."""
         self.forward_outside = False
@@ -50,6 +53,8 @@ class RecordPasses:
         self._stack.close()
 
     def _begin(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._on_forward is not None:
+            self._on_forward(len(self._samples))
         is_batch = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() > 1
         self._samples.append(len(inputs[0]) if is_batch else 1)
         self._is_forward = True

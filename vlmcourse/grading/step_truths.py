@@ -16,19 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from vlmcourse.grading.step_cases import (
+    CLIPPED,
     MicroBatch,
     StepCase,
     count_supervised,
     descend,
     find_gradient,
+    find_left_over,
     loss_sum,
     make_micro_batches,
     make_model,
+    split,
 )
 
 TOLERANCE = 1e-4
 """Length of the difference over that of what is expected; fp32 sums in another order stay below 1e-5."""
 NO_LIMIT = 1e9
+FAR, CLOSE = 1 / 8, 1.5
+"""The limit over the right norm in the two steps of a clipped case. The first is below the gradient's largest element,
+so that clipping by elements shows; the second clips nothing, and any wrong factor is seen."""
 NOT_CLIPPED = "_not_clipped"
 """How the word for a mistake ends where clipping was left out besides."""
 
@@ -37,6 +43,8 @@ NOT_CLIPPED = "_not_clipped"
 class StepTruth:
     """What one step must find, and what it finds with a known mistake, by the word for it; "right" first."""
 
+    max_norm: float
+    """The limit of the gradient's norm in this step."""
     gradients: dict[str, Tensor]
     """[parameters], when the optimizer steps; every case has every word, equal to what is right where the mistake
     changes nothing."""
@@ -74,12 +82,11 @@ def _add_up(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def make_truths(case: StepCase) -> tuple[float, list[list[StepTruth]]]:
-    """Return the limit of the norm, and for each step the truth of each rank."""
+def make_truths(case: StepCase) -> list[list[StepTruth]]:
+    """Return for each step the truth of each rank."""
     model = make_model(case)
-    max_norm = NO_LIMIT
     truths: list[list[StepTruth]] = []
-    previous: Tensor | None = None
+    left = find_left_over(case, model)
     for step in range(case.num_steps):
         batches = [make_micro_batches(case, step, rank) for rank in range(case.world_size)]
         sums = _Sums(
@@ -88,18 +95,19 @@ def make_truths(case: StepCase) -> tuple[float, list[list[StepTruth]]]:
             shifted=[[find_gradient(model, *batch, shift=1) for batch in of_rank] for of_rank in batches],
         )
         right = sums.whole / sums.tokens
-        if step == 0 and case.kind in ("clipped", "mute last"):
-            max_norm = float(right.norm()) / 2
+        max_norm = float(right.norm()) * (CLOSE if step else FAR) if case.kind in CLIPPED else NO_LIMIT
         clip = _clipper(max_norm)
-        previous = torch.zeros_like(right) if previous is None else previous
+        wrongly = _clipped_wrongly(sums, clip) | _clipped_otherwise(right, max_norm, model) | _kept(sums, clip, left)
+        wrongly["kept_from_before"] = wrongly["kept"] if step == 0 else clip(right)
         of_ranks = []
         for rank in range(case.world_size):
-            gradients = _clipped(_mistakes(sums, rank), clip) | _clipped_wrongly(sums, clip, previous)
-            of_ranks.append(StepTruth(gradients=gradients, losses=_losses(model, batches, rank)))
+            gradients = _clipped(_mistakes(sums, rank), clip) | wrongly
+            losses = _losses(model, batches, rank)
+            of_ranks.append(StepTruth(max_norm=max_norm, gradients=gradients, losses=losses))
         truths.append(of_ranks)
-        previous = clip(right)
-        descend(model, previous)
-    return max_norm, truths
+        left = clip(right)
+        descend(model, left)
+    return truths
 
 
 def _clipper(max_norm: float) -> Callable[[Tensor], Tensor]:
@@ -129,7 +137,7 @@ def _mistakes(sums: _Sums, rank: int) -> dict[str, Tensor]:
     positions = sum(labels.numel() for _, labels in every)
     shifted = _add_up(sums.shifted)
     shifted_tokens = count_supervised([(inputs, labels[:, 1:]) for inputs, labels in every])
-    first = torch.stack([of_rank[0] for of_rank in sums.gradients]).sum(0)
+    first, last = (torch.stack([of_rank[at] for of_rank in sums.gradients]).sum(0) for at in (0, -1))
     return {
         "right": right,
         "over_ranks": right / num_ranks,
@@ -137,6 +145,7 @@ def _mistakes(sums: _Sums, rank: int) -> dict[str, Tensor]:
         "mean_of_means": mean_of_means,
         "sum_of_means": mean_of_means * steps,
         "rank_means": own_means,
+        "rank_means_times_ranks": own_means * num_ranks,
         "rank_means_over_steps": own_means / steps,
         "means_over_ranks": means_over_ranks,
         "means_over_ranks_summed": means_over_ranks * steps,
@@ -144,11 +153,14 @@ def _mistakes(sums: _Sums, rank: int) -> dict[str, Tensor]:
         "over_steps_and_ranks": right / steps / num_ranks,
         "all_positions": whole / positions,
         "all_positions_over_ranks": whole / positions / num_ranks,
+        "positive_labels": whole / max(1, sum(int((labels > 0).sum()) for _, labels in every)),
+        "last_count": whole / max(1, sum(of_rank[-1] for of_rank in counts)),
         "not_divided": whole / num_ranks,
         "summed": whole,
         "own_only": of_ranks[rank] / tokens * num_ranks,
         "own_only_over_tokens": of_ranks[rank] / tokens,
-        "last_only": torch.stack([of_rank[-1] for of_rank in sums.gradients]).sum(0) / tokens,
+        "last_only": last / tokens,
+        "factor_on_last": (right - last / tokens) / num_ranks + last / tokens,
         "first_exchanged": (first + sum(sums.gradients[rank][1:]) * num_ranks) / tokens,
         "over_samples": whole / sum(len(labels) for _, labels in every),
         "shifted": shifted / tokens,
@@ -157,18 +169,33 @@ def _mistakes(sums: _Sums, rank: int) -> dict[str, Tensor]:
     }
 
 
-def _clipped_wrongly(sums: _Sums, clip: Callable[[Tensor], Tensor], previous: Tensor) -> dict[str, Tensor]:
-    """Return the gradient where it is clipped at another place, or the step before was not forgotten."""
-    num_ranks, tokens, right = len(sums.batches), sums.tokens, sums.whole / sums.tokens
+def _clipped_wrongly(sums: _Sums, clip: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return the gradient where it is clipped at another place."""
+    num_ranks, tokens = len(sums.batches), sums.tokens
     parts = [torch.stack(of_rank).sum(0) / tokens for of_rank in sums.gradients]
     return {
         "clipped_each_time": _clip_each_time(sums, clip),
         "clipped_early": _clip_each_time(sums, clip, also_last=False),
         "clipped_before_the_exchange": torch.stack([clip(part * num_ranks) for part in parts]).mean(0),
         "clipped_before_the_sum": torch.stack([clip(part) for part in parts]).sum(0),
-        "kept": clip(right + previous),
-        "kept_over_ranks": clip(right / num_ranks + previous),
     }
+
+
+def _clipped_otherwise(right: Tensor, max_norm: float, model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradient where something else than its norm is limited."""
+    clip = _clipper(max_norm)
+    return {
+        "clipped_by_parameter": torch.cat([clip(part).flatten() for part in split(model, right)]),
+        "clipped_by_value": right.clamp(-max_norm, max_norm),
+        "clipped_by_largest": right * min(1.0, max_norm / float(right.abs().max())),
+        "scaled_to_norm": right * (max_norm / float(right.norm())),
+    }
+
+
+def _kept(sums: _Sums, clip: Callable[[Tensor], Tensor], left: Tensor) -> dict[str, Tensor]:
+    """Return the gradient where what was left in it from before was not forgotten."""
+    right = sums.whole / sums.tokens
+    return {"kept": clip(right + left), "kept_over_ranks": clip(right / len(sums.batches) + left)}
 
 
 def _clip_each_time(sums: _Sums, clip: Callable[[Tensor], Tensor], also_last: bool = True) -> Tensor:

@@ -19,10 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.grading.checks import quiet, time_limit
 from vlmcourse.grading.pair_ranks import LOOP_FACTOR
-from vlmcourse.grading.pair_worker import RecordCollectives, Run, describe_error, main
-from vlmcourse.grading.step_cases import LEARNING_RATE, StepCase, flat_gradient, make_micro_batches, make_model
+from vlmcourse.grading.pair_worker import Run, describe_error, main
+from vlmcourse.grading.step_cases import (
+    LEARNING_RATE,
+    StepCase,
+    flat_gradient,
+    leave_gradient,
+    make_micro_batches,
+    make_model,
+)
+from vlmcourse.grading.step_exchanges import RecordExchanges
 from vlmcourse.grading.step_passes import RecordPasses
-from vlmcourse.grading.step_truths import fit_gradient, fit_loss, make_truths, name_gradient, name_loss
+from vlmcourse.grading.step_truths import StepTruth, fit_gradient, fit_loss, make_truths, name_gradient, name_loss
 from vlmcourse.grading.traces import Printed, places_of
 
 
@@ -38,14 +46,15 @@ class StepRun(Run):
         """Make the steps of one case here; whatever the answer does becomes a report."""
         report: dict[str, Any] = {"status": "done", "error": "", "values": {"steps": []}}
         started_s = time.monotonic()
-        max_norm, truths = make_truths(case)
+        truths = make_truths(case)
         model = DistributedDataParallel(make_model(case))
+        leave_gradient(case, model.module)
         printed = Printed()
         try:
             with quiet(printed), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for step in range(case.num_steps):
-                    found = self._run_step(function, case, model, step, max_norm, truths[step][self.rank])
+                    found = self._run_step(function, case, model, step, truths[step][self.rank])
                     report["values"]["steps"].append(found)
         except NotImplementedError as error:
             report["status"] = "error" if str(error) else "unsolved"
@@ -61,26 +70,26 @@ class StepRun(Run):
         case: StepCase,
         model: DistributedDataParallel,
         step: int,
-        max_norm: float,
-        truth: Any,
+        truth: StepTruth,
     ) -> dict[str, Any]:
         """Return the words for what one step found, how often it stepped and exchanged, and what it kept at once."""
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         seen: list[Tensor] = []
         optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model.module)))
         micro_batches = make_micro_batches(case, step, self.rank)
-        record, passes = RecordCollectives(), RecordPasses(model)
+        record = RecordExchanges(sum(p.numel() for p in model.parameters()))
+        passes = RecordPasses(model, on_forward=lambda number: setattr(record, "phase", f"forward {number}"))
         with time_limit(LOOP_FACTOR * self.timeout_s), record, passes:
-            loss = function(model, optimizer, [tuple(t.clone() for t in batch) for batch in micro_batches], max_norm)
-        num_parameters = sum(p.numel() for p in model.parameters())
-        sent = sum(count for _, name, count in record.calls if name.startswith(("allreduce", "all_reduce")))
+            loss = function(
+                model, optimizer, [tuple(t.clone() for t in batch) for batch in micro_batches], truth.max_norm
+            )
         return {
             "gradient": name_gradient(seen[-1], truth.gradients["right"]) if seen else "no_step",
             "fits": fit_gradient(seen[-1], truth.gradients) if seen else [],
             "num_steps": len(seen),
             "loss": name_loss(loss, truth.losses),
             "loss_fits": fit_loss(loss, truth.losses),
-            "exchanges": sent / num_parameters,
+            "exchanges": record.num_exchanges,
             "kept_samples": passes.most_samples,
             "largest": max(len(inputs) for inputs, _ in micro_batches),
             "forward_outside": passes.forward_outside,

@@ -61,10 +61,10 @@ def measure_step_costs(trainers: Mapping[str, Trains], num_warmup: int = 2, num_
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for turn in range(num_warmup + num_timed):
         for name, trainer in trainers.items():
-            _finish_work(trainer.model)  # of the one before
+            _finish_work()  # of the one before
             started_s = time.perf_counter()
             trainer.train_step()
-            _finish_work(trainer.model)
+            _finish_work()
             if turn >= num_warmup:
                 seconds[name].append(time.perf_counter() - started_s)
     costs = {}
@@ -79,8 +79,7 @@ def measure_step_costs(trainers: Mapping[str, Trains], num_warmup: int = 2, num_
     return costs
 
 
-def _finish_work(model: nn.Module) -> None:
+def _finish_work() -> None:
     """Wait until a GPU has done what it was asked: its kernels run on after the calls that start them return."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if torch.cuda.is_initialized():  # weights tell nothing: they may lie in main memory between steps
+        torch.cuda.synchronize()

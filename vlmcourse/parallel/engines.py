@@ -5,8 +5,9 @@ Enters: a plain model, AdamW over its parameters, and a `TrainConfig` whose stra
 the engine is, is checked after start: on CPU ranks DeepSpeed's settings can be accepted and do nothing (a small model
 under ZeRO-3 is not sharded at all by default). Chapter 5.
 
-DeepSpeed compiles operations at first use. Nothing here needs one: the optimizer is PyTorch's, and on CPU ranks the
-all-reduce over shared memory is left out, so that gloo carries everything.
+DeepSpeed compiles operations at first use. By default nothing here needs one: the optimizer is PyTorch's, and on CPU
+ranks the all-reduce over shared memory is left out, so that gloo carries everything. With `offload.adam = "deepspeed"`
+and under 'nvme' operations are compiled, and `op_builds` says so.
 
 Source: Rajbhandari et al. 2020 (ZeRO); documentation of DeepSpeed's JSON configuration and of `DeepSpeedEngine`.
 """
@@ -17,24 +18,26 @@ import logging
 import math
 import os
 import warnings
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vlmcourse.config import TrainConfig
+from vlmcourse.config import ParallelConfig, TrainConfig
 from vlmcourse.deepspeed_config import Run, load_deepspeed_json, resolve_deepspeed
 from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.accelerated import start_through_accelerate
-from vlmcourse.parallel.apply import check_equal_weights
 from vlmcourse.parallel.clipping import total_norm
+from vlmcourse.parallel.engine_init import build_in_shards
+from vlmcourse.parallel.engine_offload import check_nvme, offload_settings, prepare_offload
+from vlmcourse.parallel.engine_places import check_after_step, check_engine_offload
 from vlmcourse.parallel.ranks import Ranks
-
-TAG = "state"
-"""What DeepSpeed calls the checkpoint inside the folder that it is given."""
+from vlmcourse.parallel.verify import check_equal_weights
+from vlmcourse.presets import VLMShape
 
 
 def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -55,7 +58,10 @@ def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
             "stage": stage,
             # By default parameters below 100,000 elements stay whole on every rank: all of a tiny model.
             **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+            **offload_settings(config.offload),
         },
+        # Ours has a rate for each tower, and PyTorch's fused AdamW runs in main memory too.
+        "zero_force_ds_cpu_optimizer": False,
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
     }
@@ -82,8 +88,10 @@ def choose_deepspeed_settings(config: TrainConfig, world_size: int, hidden_size:
 class EngineOptimizer:
     """Stands where a Trainer has an optimizer, and lets the engine clip, update and forget its gradients."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, check_first_step: Callable[[], None] | None = None) -> None:
+        """Stand for an engine's optimizer; `check_first_step` is called once, when there are moments to look at."""
         self.engine = engine
+        self._check_first_step = check_first_step
         self.grad_norm = float("nan")
         """L2 norm of the whole gradient of the last step, before clipping, equal on every rank."""
 
@@ -99,7 +107,7 @@ class EngineOptimizer:
         """Clip the gradients and update the weights; where the gradients' norm is not finite, leave the weights alone.
 
         Raises:
-            RuntimeError: if the engine made no step.
+            RuntimeError: if the engine made no step, or the first one left its moments in another place than was asked.
         Communicates: an all-reduce of a few bytes for the norm; under ZeRO-1 and 2 an all-gather of all weights.
         """
         before = self.engine.global_steps
@@ -116,6 +124,9 @@ class EngineOptimizer:
             )
         # With ZeRO it leaves the weights alone where the norm is not finite, and calls all such norms infinite.
         self.grad_norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+        if self._check_first_step is not None:
+            self._check_first_step()
+            self._check_first_step = None
 
     def _measure_norm(self) -> float:
         """Return the L2 norm of whole gradients, which all ranks hold."""
@@ -128,7 +139,7 @@ def start_deepspeed(
     """Give a plain model and its optimizer to a DeepSpeed engine.
 
     Args:
-        model: plain, on CPU or `ranks.device`; weights may differ between ranks, rank 0's win.
+        model: plain, on CPU or `ranks.device`; weights may differ between ranks, rank 0's win. Or of `build_sharded`.
         optimizer: of `build_optimizer` over the parameters of `model`, without state.
         config: the run.
         ranks: this process's place, in a process group that exists.
@@ -137,18 +148,53 @@ def start_deepspeed(
         The engine, which is a module around `model`, and what steps it.
 
     Raises:
-        RuntimeError: if DeepSpeed runs on another kind of device than the ranks, or the engine is not what the
-            strategy says.
+        ValueError: if offloading to files was asked for, and this machine or this model cannot.
+        RuntimeError: if DeepSpeed runs on another kind of device than the ranks, the engine is not what the strategy
+            says or does not offload what was asked for, or an operation cannot be compiled.
     Communicates: a broadcast of all weights from rank 0, and a few bytes of checks.
     """
     _import_deepspeed(ranks)
+    stage, through_accelerate = DEEPSPEED[config.parallel.strategy], config.parallel.strategy in ACCELERATE_DEEPSPEED
     hidden_size = model.shape.language.hidden_size if isinstance(model, VLM) else None
     settings = choose_deepspeed_settings(config, ranks.world_size, hidden_size)
-    start = start_through_accelerate if config.parallel.strategy in ACCELERATE_DEEPSPEED else _start_directly
-    engine = start(model.to(ranks.device), optimizer, settings, ranks)
-    is_chosen = bool(config.parallel.deepspeed_config)
-    check_deepspeed(engine, DEEPSPEED[config.parallel.strategy], ranks, is_chosen=is_chosen)
-    return engine, EngineOptimizer(engine)
+    optimizer = prepare_offload(optimizer, config.offload, ranks)
+    updated_by = type(optimizer).__name__
+    start = start_through_accelerate if through_accelerate else _start_directly
+    engine = start(model if splits_weights(model) else model.to(ranks.device), optimizer, settings, ranks)
+    check_deepspeed(engine, stage, ranks, is_chosen=bool(config.parallel.deepspeed_config))
+    if stage == 0 or through_accelerate:
+        return engine, EngineOptimizer(engine)
+    check_engine_offload(engine, config.offload, updated_by, ranks)
+    return engine, EngineOptimizer(engine, partial(check_after_step, engine, config.offload, ranks))
+
+
+def builds_in_shards(parallel: ParallelConfig) -> bool:
+    """Whether the model of a run is built in shards; under a file of the user's it is built whole and cut up then."""
+    return parallel.strategy == "deepspeed-zero3" and not parallel.deepspeed_config
+
+
+def build_sharded(shape: VLMShape, config: TrainConfig, ranks: Ranks) -> VLM:
+    """Build the model of a run under deepspeed-zero3 in shards, the weights those of `build_model` with the run's seed.
+
+    Args:
+        shape: of the model.
+        config: the run.
+        ranks: this process's place, in a process group that exists; all ranks must call this.
+
+    Raises:
+        ValueError: if `builds_in_shards` says no.
+        RuntimeError: as `start_deepspeed`; or if a parameter was not cut up.
+    Communicates: see `build_in_shards`.
+    """
+    if not builds_in_shards(config.parallel):
+        raise ValueError(
+            f"parallel.strategy = {config.parallel.strategy!r}, parallel.deepspeed_config = "
+            f"{config.parallel.deepspeed_config!r}: only deepspeed-zero3 with settings of ours builds in shards; call "
+            "build_model"
+        )
+    _import_deepspeed(ranks)
+    check_nvme(config.offload, ranks)
+    return build_in_shards(build_deepspeed_settings(config), shape, config.run.seed, ranks.rank)
 
 
 def _start_directly(model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], ranks: Ranks) -> Any:
@@ -264,22 +310,3 @@ def gather_engine_state(engine: Any, *, gradients: bool = False) -> dict[str, Te
         return {name: gradient.to("cpu", copy=True) for name, gradient in found.items() if gradient is not None}
     with deepspeed.zero.GatheredParameters([p for _, p in named]):
         return {name: p.detach().to("cpu", copy=True) for name, p in named}
-
-
-# --- Checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def save_engine(engine: Any, folder: Path) -> None:
-    """Write weights and optimizer state as DeepSpeed does, each rank its shards; all ranks must call this."""
-    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-
-
-def load_engine(engine: Any, folder: Path) -> None:
-    """Overwrite weights and optimizer state with what `save_engine` wrote; all ranks must call this.
-
-    Raises:
-        RuntimeError: if DeepSpeed finds nothing to load.
-    """
-    path, _ = engine.load_checkpoint(str(folder), tag=TAG)
-    if path is None:
-        raise RuntimeError(f"rank {dist.get_rank()}: DeepSpeed loaded nothing from {str(folder)!r}: its files are gone")

@@ -4,7 +4,8 @@ Enters: a plain model. Leaves: the same object, its parameters replaced by shard
 block's weights are all-gathered just before it runs and freed after, its gradients are reduce-scattered in backward:
 3 (N - 1) / N x the weights' bytes sent by each of N ranks. Weights that are kept from forward to backward (ZeRO-2) are
 gathered once: 2 (N - 1) / N. FSDP2 is applied by calling `fully_shard` on the blocks; FSDP1's wrapping policies are
-gone. Chapter 1.
+gone. With offloading, shards of weights and gradients lie in main memory, and are copied to the device to be gathered.
+Chapters 1 and 5.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 7; torch.distributed.fsdp.fully_shard documentation.
 """
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from vlmcourse.models.vlm import VLM
-from vlmcourse.parallel.comm import max_over_ranks
-from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.comm import local_part, max_over_ranks
+from vlmcourse.parallel.ranks import Ranks, share_mesh
+from vlmcourse.state_offload import OffloadConfig
 
 
 def apply_fsdp(
@@ -34,6 +36,7 @@ def apply_fsdp(
     reshard_after_forward: bool = True,
     prefetch: int = 0,
     are_equal: bool = False,
+    offload: OffloadPolicy | None = None,
 ) -> nn.Module:
     """Shard every parameter of `model`, one unit a transformer block and one for the rest.
 
@@ -48,6 +51,8 @@ def apply_fsdp(
         prefetch: blocks whose weights are asked for ahead of the one that computes; 0 leaves it to PyTorch, which asks
             for one in backward and on a GPU for one in forward.
         are_equal: whether the ranks of `mesh` have the same weights already; they are then neither sent nor made.
+        offload: a `CPUOffloadPolicy` keeps the shards of weights and gradients in main memory, and with them whatever
+            an optimizer makes of them; by default all is on the device.
 
     Returns:
         `model`, changed in place: parameters are `DTensor`s sharded on dimension 0.
@@ -60,23 +65,59 @@ def apply_fsdp(
     """
     units = find_units(model)
     is_whole_vlm = type(model) is VLM  # and no stage of one, whose input may need a gradient; sharding changes the type
-    mesh = mesh or init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+    mesh = mesh or share_mesh(ranks, (ranks.world_size,), ("dp_shard",))
     whole = None if are_equal else _take_from_meta(model, ranks)
     if whole is None and not are_equal:
         broadcast_weights(model)
+    offload = offload or OffloadPolicy()
     # Innermost first: a parameter belongs to the first call that sees it. The root keeps its gathered weights after
     # forward whatever is asked, because backward needs them first.
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False if not reshard_after_forward else None)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload)
+    reshard_root = False if not reshard_after_forward else None
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_root, offload_policy=offload)
     if whole is not None:
-        model.to_empty(device=ranks.device)
+        model.to_empty(device="cpu" if isinstance(offload, CPUOffloadPolicy) else ranks.device)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
     if is_whole_vlm:
         _skip_frozen_vision(cast(VLM, model))
     set_prefetch(find_blocks(model), prefetch)
     return model
+
+
+def build_offload_policy(offload: OffloadConfig, ranks: Ranks) -> OffloadPolicy:
+    """Return FSDP2's policy for the section [offload]; pages are locked only where a GPU copies from them."""
+    if offload.is_plain:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=offload.pin_memory and ranks.device.type == "cuda")
+
+
+def check_fsdp_offload(model: nn.Module, offload: OffloadConfig, ranks: Ranks) -> None:
+    """Refuse a sharded model whose units move something else than the section [offload] says.
+
+    On CPU ranks all shards lie in main memory anyway, so each unit's policy is looked at too.
+
+    Args:
+        model: as `apply_fsdp` returns it.
+        offload: what was asked for.
+        ranks: this process's place.
+
+    Raises:
+        RuntimeError: if a unit has another policy, or a shard lies on another device.
+    """
+    wanted = build_offload_policy(offload, ranks)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    wrong = [group.offload_policy for group in groups if group.offload_policy != wanted]
+    where = f"rank {ranks.rank}: {offload} with parallel.strategy = 'fsdp'"
+    if wrong or not groups:
+        found = wrong[0] if wrong else "nothing sharded"
+        raise RuntimeError(f"{where}: {len(wrong)} of {len(groups)} units have {found} instead of {wanted}")
+    expected = "cpu" if isinstance(wanted, CPUOffloadPolicy) else ranks.device.type
+    elsewhere = [name for name, p in model.named_parameters() if local_part(p).device.type != expected]
+    if elsewhere:
+        raise RuntimeError(f"{where}: {len(elsewhere)} shards are not on {expected!r}, the first is {elsewhere[0]}")
 
 
 def _take_from_meta(model: nn.Module, ranks: Ranks) -> dict[str, Any] | None:

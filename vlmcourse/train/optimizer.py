@@ -96,7 +96,9 @@ def _groups_of_other_stages(
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
     """Return whether weight decay applies: to matrices, not to norms, biases, or class and position embeddings."""
-    return parameter.ndim >= 2 and "position" not in name and "class" not in name
+    # What DeepSpeed has cut up is flat, or empty, and keeps its shape beside it.
+    num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+    return num_dims >= 2 and "position" not in name and "class" not in name
 
 
 def learning_rate_scale(step: int, num_steps: int, warmup_steps: int, min_lr_fraction: float) -> float:

@@ -30,7 +30,13 @@ from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
-from vlmcourse.parallel.engines import EngineOptimizer, start_deepspeed
+from vlmcourse.parallel.engines import (
+    EngineOptimizer,
+    build_sharded,
+    builds_in_shards,
+    splits_weights,
+    start_deepspeed,
+)
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -112,8 +118,7 @@ class Trainer:
         self.scheduler: AdaptivePipelineScheduler | None = None
         """What moves layers between the stages of a pipeline, where `parallel.adaptive` asks for it."""
         if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
-            max_search_s = min(15.0, self.parallel.timeout_s / 4)
-            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer, max_search_s=max_search_s)
+            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer)
         self._show_progress = show_progress
         self._is_checked = False
         """Whether a step of several micro-batches has shown that it exchanges gradients with the last one only."""
@@ -142,10 +147,13 @@ class Trainer:
         self.model: torch.nn.Module
         self.optimizer: Any
         if self.parallel.strategy in DEEPSPEED:  # an engine takes both together
-            optimizer = build_optimizer(plain.to(self.ranks.device), config.optimizer, **options)
+            moved = plain if splits_weights(plain) else plain.to(self.ranks.device)
+            optimizer = build_optimizer(moved, config.optimizer, **options)
             self.model, self.optimizer = start_deepspeed(plain, optimizer, config, self.ranks)
         else:
-            self.model = apply_strategy(plain, self.parallel, self.ranks, self.place, loss_sum, activations)
+            self.model = apply_strategy(
+                plain, self.parallel, self.ranks, self.place, loss_sum, activations, config.offload
+            )
             shards_state = self.parallel.strategy == "zero1"
             self.optimizer = build_optimizer(self.model, config.optimizer, shards_state=shards_state, **options)
         self.scaler = build_scaler(config.train.precision, self.ranks, self.place.layout.summed_degree)
@@ -153,6 +161,8 @@ class Trainer:
     def _build_model(self) -> VLM:
         """Build the plain model; a rank that gets its shards from rank 0 needs no weights of its own."""
         layout = self.place.layout
+        if builds_in_shards(self.parallel):
+            return build_sharded(self.shape, self.config, self.ranks)
         # Where tp or pp cut the model as well, each rank cuts its part out of whole weights.
         gets_shards = self.parallel.strategy in SHARDED and layout.tp == layout.pp == 1 and not self.ranks.is_main
         # The same seed on every rank: copies start equal.
@@ -337,6 +347,7 @@ class Trainer:
         """Write a checkpoint of the present step; all ranks must call this."""
         meta: dict[str, Any] = {
             "config": dataclasses.asdict(self.config),
+            "shape": dataclasses.asdict(self.shape),
             "global_batch_size": self.global_batch_size,
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,

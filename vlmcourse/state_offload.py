@@ -1,0 +1,188 @@
+"""Where weights and optimizer state lie while the device does not need them: on it, in main memory, or in files.
+
+Enters: the section [offload] of a configuration. Leaves: an `OffloadConfig`, and one sentence for each wish that a
+strategy would not carry out although the run would look as if it did. No torch: `parallel.engine_offload` and
+`parallel.fsdp` carry it out and prove it. Activations are another matter, see [activations]. Chapter 5.
+
+Source: Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity); DeepSpeed 0.19.8, `runtime/zero/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcourse.layout import DEEPSPEED, ParallelConfig
+from vlmcourse.values import at_least_one, check_types, suggest_choice
+
+PLACES = ("none", "cpu", "nvme")
+ADAMS = ("torch", "deepspeed")
+CHOICES: dict[str, tuple[str, ...]] = {"optimizer": PLACES, "parameters": PLACES, "adam": ADAMS}
+"""What texts of an `OffloadConfig` may be of which there are a few."""
+OFFLOADING = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "fsdp")
+"""Strategies that can move weights or optimizer state off the device."""
+PRECISIONS = ("fp32", "bf16", "fp16")
+"""Values of train.precision whose weights are fp32 and whose optimizer is PyTorch's own: those offloaded here."""
+ADAM_TENSORS = 4
+"""What an update of Adam holds at once for a part of the weights: weights, gradients and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where the state of training lies while the device does not need it."""
+
+    optimizer: str = "none"
+    """Moments, and the fp32 weights that are updated: none (on the device), cpu (in main memory, and updated there) or
+    nvme (in files, and updated in main memory; deepspeed-zero3 only). All shards of a rank, always."""
+    parameters: str = "none"
+    """A rank's shards of the weights: none, cpu or nvme. deepspeed-zero3 and fsdp only, together with `optimizer`."""
+    nvme_path: str = ""
+    """nvme only: a folder on a fast disk of this machine, for several times the bytes of the weights."""
+    pin_memory: bool = True
+    """Where ranks have a GPU: lock the pages of what lies in main memory, so that copies run beside computation.
+    Without a GPU nothing is copied and nothing is locked."""
+    buffer_count: int = 5
+    """nvme only: tensors that pass through main memory at the same time; Adam needs 4."""
+    buffer_elements: int = 100_000_000
+    """nvme only, for `parameters`: elements of one such buffer; it must hold a rank's shard of the largest weight."""
+    adam: str = "torch"
+    """deepspeed strategies only: what updates in main memory: torch (PyTorch's fused AdamW) or deepspeed (its
+    DeepSpeedCPUAdam, compiled at first use; torch where there is no compiler)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything stays on the device."""
+        return self.optimizer == self.parameters == "none"
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything goes to files."""
+        return "nvme" in (self.optimizer, self.parameters)
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with these values, one sentence each."""
+        if found := check_types(self, "offload", CHOICES):
+            return found
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                found.append(f"offload.{name} = {getattr(self, name)!r}: {suggest_choice(getattr(self, name), known)}")
+        found += at_least_one(self, "offload", "buffer_count", "buffer_elements")
+        return found or [*self._incomplete(), *self._unread()]
+
+    def _incomplete(self) -> list[str]:
+        """Return which of these values want another one, one sentence each."""
+        found = []
+        if self.uses_nvme and not self.nvme_path:
+            found.append("offload.nvme_path is empty: 'nvme' writes files; name a folder on a fast disk")
+        if self.optimizer == "nvme" and self.buffer_count < ADAM_TENSORS:
+            found.append(
+                f"offload.buffer_count = {self.buffer_count} with offload.optimizer = 'nvme': an update of Adam holds "
+                f"{ADAM_TENSORS} tensors at once (weights, gradients, two moments); set it to {ADAM_TENSORS} or more"
+            )
+        if self.parameters != "none" and self.optimizer == "none":
+            found.append(
+                f"offload.parameters = {self.parameters!r} with offload.optimizer = 'none': what is updated would stay "
+                "on the device, as a second copy of the same shards, and nothing would be saved; set offload.optimizer "
+                f"= {self.parameters!r} too"
+            )
+        elif self.parameters == "nvme" and self.optimizer == "cpu":
+            found.append(
+                "offload.parameters = 'nvme' with offload.optimizer = 'cpu': main memory would hold the larger part, "
+                "and the weights there anyway; set offload.optimizer = 'nvme' too, or offload.parameters = 'cpu'"
+            )
+        return found
+
+    def _unread(self) -> list[str]:
+        """Return which values nothing would read, one sentence each."""
+        if self.is_plain:
+            names, why = ("nvme_path", "pin_memory", "buffer_count", "buffer_elements", "adam"), "nothing is offloaded"
+        elif not self.uses_nvme:
+            names, why = ("nvme_path", "buffer_count", "buffer_elements"), "nothing goes to nvme"
+        elif self.parameters != "nvme":
+            names, why = ("buffer_elements",), "no parameters go to nvme"
+        else:
+            return []
+        return [
+            f"offload.{name} = {getattr(self, name)!r}: {why}, so nothing reads it; leave it out"
+            for name in names
+            if getattr(self, name) != getattr(OffloadConfig, name)
+        ]
+
+    def contradictions(self, parallel: ParallelConfig, precision: str = "fp32") -> list[str]:
+        """Return which of these wishes the run's strategy or precision would not carry out, one sentence each.
+
+        Args:
+            parallel: strategy and degrees.
+            precision: `train.precision`.
+        """
+        if self.is_plain or self.problems():
+            return []
+        strategy = parallel.strategy
+        if strategy not in OFFLOADING:
+            return [
+                f"{self}: parallel.strategy = {strategy!r} {_why_not(strategy)}; choose 'fsdp' or 'deepspeed-zero3'"
+            ]
+        if parallel.deepspeed_config:
+            return [
+                f"{self} with parallel.deepspeed_config = {parallel.deepspeed_config!r}: an engine is given that file "
+                "alone; leave the file out, or [offload]"
+            ]
+        found = self._refused_by_fsdp(parallel) if strategy == "fsdp" else self._refused_by_engine(strategy)
+        if precision not in PRECISIONS:
+            found.append(
+                f"{self} with train.precision = {precision!r}: its weights, scales or master copies are this package's "
+                "own, and were never moved to main memory; choose fp32 or bf16, or leave offload out"
+            )
+        return found
+
+    def _refused_by_fsdp(self, parallel: ParallelConfig) -> list[str]:
+        found = []
+        if self.optimizer != "cpu" or self.parameters != "cpu":
+            found.append(
+                f"{self} with parallel.strategy = 'fsdp': its CPUOffloadPolicy moves shards of weights, gradients and "
+                "optimizer state together, and to main memory only; set offload.optimizer and offload.parameters to "
+                "'cpu', or choose 'deepspeed-zero3'"
+            )
+        if self.adam != "torch":
+            found.append(
+                f"offload.adam = {self.adam!r} with parallel.strategy = 'fsdp': it has PyTorch's; leave it out"
+            )
+        if parallel.tp * parallel.pp * parallel.cp > 1:
+            found.append(
+                f"{self} with tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}: shards of parts in main "
+                "memory are not tested; leave these degrees at 1, or leave offload out"
+            )
+        return found
+
+    def _refused_by_engine(self, strategy: str) -> list[str]:
+        found = []
+        if DEEPSPEED[strategy] < 3 and self.parameters != "none":
+            found.append(
+                f"offload.parameters = {self.parameters!r} with parallel.strategy = {strategy!r}: it keeps all weights "
+                "on the device and would not read this; choose 'deepspeed-zero3', or leave it out"
+            )
+        if DEEPSPEED[strategy] < 3 and self.optimizer == "nvme":
+            found.append(
+                f"offload.optimizer = 'nvme' with parallel.strategy = {strategy!r}: DeepSpeed accepts it, writes no "
+                "file and stays in main memory; choose 'cpu', or 'deepspeed-zero3'"
+            )
+        return found
+
+    def __str__(self) -> str:
+        """Show what is offloaded, as the TOML file says it."""
+        names = [name for name in ("optimizer", "parameters") if getattr(self, name) != "none"]
+        return ", ".join(f"offload.{name} = {getattr(self, name)!r}" for name in names) or "nothing offloaded"
+
+
+def _why_not(strategy: str) -> str:
+    """Say why a strategy moves nothing off the device."""
+    if strategy == "auto":
+        return "may choose one that moves nothing off the device"
+    if strategy == "zero2":
+        return "keeps all weights on the device from forward to backward"
+    if strategy == "hsdp":
+        return "adds up gradients of several copies, which is not tested from main memory"
+    if strategy == "deepspeed-zero0":
+        return "has whole optimizer state on every rank, and DeepSpeed would not read this"
+    if strategy.startswith("accelerate"):
+        return "leaves its state to accelerate, which is not told of [offload]"
+    return "has whole weights and the optimizer on the device, and nothing that moves them"

@@ -27,7 +27,8 @@ from vlmcourse.data.samples import IGNORE_LABEL, Batch
 from vlmcourse.machine import num_usable_cores
 from vlmcourse.models.vlm import build_model
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
-from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler, Decision
+from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
+from vlmcourse.parallel.decision import Decision
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from activations_cases import FOUR_RANKS, LEDGERS, STRATEGIES, exact_gradients, is_exact, run_case, run_ledger
-from groups import apart
 
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
@@ -22,13 +21,13 @@ def main(folder: Path, only: str = "") -> None:
             continue
         for policy in policies:
             try:
-                found[f"{strategy} | {policy}"] = apart(run_case, strategy, policy, ranks)
+                found[f"{strategy} | {policy}"] = run_case(strategy, policy, ranks)
             except (ValueError, RuntimeError, AssertionError):
                 found[f"{strategy} | {policy}"] = traceback.format_exc()
             if is_exact(strategy) and policy != "none":
-                found[f"exact | {strategy} | {policy}"] = apart(exact_gradients, strategy, policy, ranks)
+                found[f"exact | {strategy} | {policy}"] = exact_gradients(strategy, policy, ranks)
     if not only:
-        found |= {f"ledger | {strategy}": apart(run_ledger, strategy, ranks) for strategy in LEDGERS}
+        found |= {f"ledger | {strategy}": run_ledger(strategy, ranks) for strategy in LEDGERS}
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel import moving, parcels
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
-from vlmcourse.parallel.apply import check_strategy, fingerprint
+from vlmcourse.parallel.apply import check_strategy
 from vlmcourse.parallel.clipping import clip_over_stages
 from vlmcourse.parallel.comm import gather_full, local_part
 from vlmcourse.parallel.layer_times import LayerTimes
@@ -39,8 +40,9 @@ from vlmcourse.parallel.moving import named_parameters
 from vlmcourse.parallel.parcels import WEIGHT, Parcel
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
-from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, group_timeout_s, init_ranks, shutdown_ranks
 from vlmcourse.parallel.timeline import Action, gather_actions
+from vlmcourse.parallel.verify import fingerprint
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.train.loss import token_loss_sum
 from vlmcourse.train.optimizer import build_optimizer
@@ -418,10 +420,12 @@ def resume(ranks: Ranks, folder: Path) -> dict[str, Any]:
     before = pipelined(second).pipeline.split.layers_per_stage
     first.train_step()
     assert first.scheduler is not None
+    limits = first.scheduler.max_search_s, group_timeout_s(first.scheduler.everyone)
     first.scheduler.move(StageSplit(num_vision_layers=2, num_language_layers=2, layers_per_stage=(2, 5)))
     path = first.save()
     second.resume(path)
     found: dict[str, Any] = {"before": before, "after": pipelined(second).pipeline.split.layers_per_stage}
+    found["limits"] = limits
     assert second.scheduler is not None
     found["other splits"] = [second.scheduler.start_from(layers) for layers in ((), (1, 1, 5), (3, 3), (2, 5))]
     check_strategy(second.model, second.parallel, ranks, second.place)
@@ -450,7 +454,13 @@ def refusals(halves: DeviceMesh, ranks: Ranks) -> dict[str, str]:
     other = StageSplit(num_vision_layers=3, num_language_layers=4, layers_per_stage=(5, 5))
     found["another model"] = say(lambda: scheduler.move(other))
     found["no margin"] = say(lambda: AdaptivePipelineScheduler(plain, adamw, min_gain=1.5))
-    found["no step to measure"] = say(lambda: AdaptivePipelineScheduler(plain, adamw, measure_steps=0))
+    for what, numbers in {
+        "no step to measure": {"measure_steps": 0},
+        "half a step to measure": {"measure_steps": 1.5},
+        "no time to search": {"max_search_s": math.nan},
+        "all time to search": {"max_search_s": math.inf},
+    }.items():
+        found[what] = say(partial(AdaptivePipelineScheduler, plain, adamw, **numbers))
     strange = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]) if rank == 3 else adamw
     found["an optimizer of something else"] = say(lambda: AdaptivePipelineScheduler(plain, strange))
     zero = ZeroRedundancyOptimizer(

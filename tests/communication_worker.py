@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from vlmcourse.config import ParallelConfig
 from vlmcourse.data.samples import Batch, Message, Sample
 from vlmcourse.parallel import compression, links, overlap
-from vlmcourse.parallel.apply import apply_strategy, check_equal_weights, unwrap
+from vlmcourse.parallel.apply import apply_strategy, unwrap
 from vlmcourse.parallel.counting import CollectiveCounter, sum_traffic
 from vlmcourse.parallel.differentiable import exchange_with_ranks, gather_from_ranks, sum_over_group
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.verify import check_equal_weights
 
 WIDTH, NUM_BLOCKS = 64, 3
 SIZES = (4096, 65536, 1 << 20)

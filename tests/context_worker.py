@@ -172,7 +172,7 @@ def generated(group: Group) -> tuple[list[list[int]], list[list[int]], bool]:
     mask[:, 0] = False  # padding on the left
     with without_context(model), BytesSent() as sent:
         written = generate(model, prompt, tiles, mask, max_new_tokens=4, eos_token_id=0)
-    check_context(model, group)
+    check_context(model, group.size(), "ring", "zigzag")
     expected = generate(plain, prompt, tiles, mask, max_new_tokens=4, eos_token_id=0)
     return written.tolist(), expected.tolist(), sent.total == 0
 
@@ -221,10 +221,10 @@ def refusals(group: Group, alone: Group) -> dict[str, str]:
         "not causal": lambda: attend(q, k, v, None, False),
         "more keys": lambda: attend(q[:, :, :4], k, v, None, True),
         "dtensor": lambda: attend(as_dtensor(q), as_dtensor(k), as_dtensor(v), None, True),
-        "plain model": lambda: check_context(build(), group),
-        "one attention put back": lambda: check_context(put_back, group),
-        "tiles not shared": lambda: check_context(no_tiles, group),
-        "other group": lambda: check_context(model, alone),
+        "plain model": lambda: check_context(build(), 4, "ring", "zigzag"),
+        "one attention put back": lambda: check_context(put_back, 4, "ring", "zigzag"),
+        "tiles not shared": lambda: check_context(no_tiles, 4, "ring", "zigzag"),
+        "other number of ranks": lambda: check_context(model, 1, "ring", "zigzag"),
     }
     return {name: message_of(action) for name, action in actions.items()}
 

@@ -35,9 +35,10 @@ from precision_cases import (
 )
 
 from vlmcourse.data.samples import Batch
-from vlmcourse.parallel.apply import fingerprint, named_plain_parameters
+from vlmcourse.parallel.apply import named_plain_parameters
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.verify import fingerprint
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.nan_finder import find_in_step

@@ -20,11 +20,12 @@ from vlmcourse.data.samples import Message, Sample
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.parallel import apply
-from vlmcourse.parallel.apply import apply_strategy, check_equal_weights, check_strategy
+from vlmcourse.parallel.apply import apply_strategy, check_strategy
 from vlmcourse.parallel.comm import max_over_ranks, sum_over_ranks
 from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.fsdp import apply_fsdp
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.verify import check_equal_weights
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.trainer import Trainer

@@ -49,7 +49,7 @@ def run(case: Case, mesh: DeviceMesh, num_steps: int = 3) -> tuple[Recording, di
     recording = train(
         model, case, lambda gradients: gather_plain_state(model, model.shape, gradients=gradients), num_steps=num_steps
     )
-    check_tensor(model, case.plan.get("vision", "split"))
+    check_tensor(model, **case.plan)
     return recording, {"padding": size_of_padding(model), "plan": describe_tensor_plan(model)}
 
 
@@ -60,7 +60,7 @@ def run_fsdp(case: Case, mesh: DeviceMesh) -> tuple[Recording, dict[str, Any]]:
     for unit in find_units(model):
         fully_shard(unit, mesh=dp_mesh)
     fully_shard(model, mesh=dp_mesh)
-    check_tensor(model, case.plan.get("vision", "split"))
+    check_tensor(model, **case.plan)
     rows = slice(2 * dp_rank, 2 * dp_rank + 2)
     recording = train(
         model,

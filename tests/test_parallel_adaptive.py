@@ -6,6 +6,7 @@ Four ranks are started once and run everything; the tests compare what they wrot
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,10 @@ from ranks import run_worker
 from torch.distributed.fsdp import FSDPModule
 
 from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel import adaptive
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
-from vlmcourse.parallel.best_split import find_best_split
+from vlmcourse.parallel.best_split import BestSplit, find_best_split
+from vlmcourse.parallel.decision import Proposal
 from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes, _Action, _Step, typical_s
 from vlmcourse.parallel.played_step import step_s
 from vlmcourse.parallel.ranks import Ranks
@@ -214,6 +217,7 @@ def test_a_resumed_run_starts_from_the_split_it_had_come_to(found: list[dict[str
     for of_rank in found:
         resumed = of_rank["resumed"]
         assert resumed["before"] != (2, 5) == resumed["after"]
+        assert resumed["limits"] == (15.0, 100.0)  # the scheduler's own, which the group's bounds
         assert resumed["other splits"] == [False, False, False, True]
         went_on, again = resumed["losses"]
         assert again == pytest.approx(went_on, rel=LOSS_TOLERANCE["fp32"])
@@ -240,7 +244,10 @@ def test_what_cannot_be_moved_is_refused_on_all_ranks(found: list[dict[str, Any]
         "other stages": "only the cuts may change",
         "another model": "only the cuts may change",
         "no margin": "min_gain = 1.5",
-        "no step to measure": "measure_steps = 0: must be at least 1",
+        "no step to measure": "measure_steps = 0: must be at least 1, a whole number",
+        "half a step to measure": "measure_steps = 1.5: must be at least 1, a whole number",
+        "no time to search": "max_search_s = nan: must be greater than 0 seconds, and finite",
+        "all time to search": "max_search_s = inf: must be greater than 0 seconds, and finite",
         "an optimizer of something else": "not the pipeline's",
         "zero1": "ZeroRedundancyOptimizer",
         "fsdp without a block": "stage 1 would be norm and output alone",
@@ -351,7 +358,63 @@ def scheduler_of(schedule: str, layers: tuple[int, ...], tied: bool = False, **p
     split = split_into(layers)
     defaults = {"stages": stages, "modules": [], "schedule": schedule, "num_stages": len(layers), "split": split}
     scheduler.pipeline, scheduler.max_search_s = SimpleNamespace(**defaults | pipeline), 60.0
+    scheduler.everyone = None
     return scheduler
+
+
+@pytest.mark.parametrize(("everyone", "limit_s"), [(None, 60.0), ("slow group", 60.0), ("fast group", 5.0)])
+def test_a_search_ends_long_before_the_collective_in_which_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, everyone: Any, limit_s: float
+) -> None:
+    timeouts = {None: math.inf, "slow group": 300.0, "fast group": 20.0}
+    monkeypatch.setattr(adaptive, "group_timeout_s", timeouts.__getitem__)
+    given: list[float] = []
+
+    def find(*args: Any, max_search_s: float, **kwargs: Any) -> BestSplit:
+        given.append(max_search_s)
+        return find_best_split(*args, **kwargs)
+
+    monkeypatch.setattr(adaptive, "find_best_split", find)
+    scheduler, costs = scheduler_of("1f1b", (6, 5)), (1.0,) * 11
+    scheduler.everyone = everyone
+    scheduler.propose(LayerTimes(costs, costs, 1, torch_order("1f1b", 2, 4)))
+    assert given == [limit_s]
+
+
+def proposal_of(after_s: float, least_s: float) -> Proposal:
+    """Return a proposal to stay, or to go where a step takes less than a second."""
+    split = split_into((6, 5) if after_s == 1 else (5, 6))
+    return Proposal(split_into((6, 5)), split, LayerTimes((), (), 1), 1.0, after_s, least_s)
+
+
+@pytest.mark.parametrize(
+    ("after_s", "least_s", "words"),
+    [
+        (0.8, 0.8, "a gain of 20.0 %; proven: no split has a shorter step"),
+        (0.5, 0.41811, "up to 16.4 % of that, no more"),  # 16.378 %
+        (1.0, 0.004, "up to 99.6 % of that, no more"),
+        (1.0, 0.0, "up to 100 % of that, no more"),
+        (1.0, 0.99999, "up to 0.1 % of that, no more"),
+    ],
+)
+def test_a_proposal_says_what_another_split_could_save_at_most(after_s: float, least_s: float, words: str) -> None:
+    proposal = proposal_of(after_s, least_s)
+    assert str(proposal).endswith(words), str(proposal)
+    assert proposal.is_exact == ("proven" in words)
+
+
+@pytest.mark.parametrize(
+    ("least_s", "words"), [(1.0, "no split beats [6, 5] ("), (0.9, "no split was found that beats [6, 5] (")]
+)
+def test_only_a_proof_lets_a_decision_say_that_no_split_is_better(
+    monkeypatch: pytest.MonkeyPatch, least_s: float, words: str
+) -> None:
+    scheduler = scheduler_of("1f1b", (6, 5))
+    scheduler.num_steps, scheduler.repeat_every, scheduler.decisions, scheduler._timer = 3, 0, [], None
+    scheduler.measure, scheduler.propose = lambda: None, lambda _: proposal_of(1.0, least_s)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda found, **_: None)
+    assert words in scheduler.decide().reason
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])

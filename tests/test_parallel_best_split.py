@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
-from itertools import combinations, count, pairwise
+from collections.abc import Callable, Iterator
+from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from pipeline_orders import torch_order
 from test_planner_stages import shape_of
 
-from vlmcourse.parallel import best_split, split_search
+from vlmcourse.parallel import best_split, split_search, step_paths
 from vlmcourse.parallel.best_split import BestSplit, find_best_split
 from vlmcourse.parallel.layer_times import LayerTimes
 from vlmcourse.parallel.played_step import Player, backward_costs, step_s
@@ -141,6 +142,29 @@ def check_bounds(hasty: BestSplit, exact: BestSplit) -> None:
     assert hasty.is_exact == (hasty.least_s == hasty.step_s)
 
 
+class WorkClock:
+    """A clock that goes on by a second with every path, mixture, sum over stages or playing of splits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        patch.setattr(split_search.time, "monotonic", lambda: self.now_s)
+        for owner, name in (
+            (StepPaths, "longest"),
+            (StepPaths, "weigh"),
+            (step_paths, "_solve_game"),
+            (split_search, "_least_sums"),
+            (Player, "play"),
+        ):
+            patch.setattr(owner, name, self.counted(getattr(owner, name)))
+
+    def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.now_s += 1
+            return work(*args, **kwargs)
+
+        return run
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_a_search_ends_when_its_time_is_up_and_says_how_far_from_the_best_it_may_be(
     monkeypatch: pytest.MonkeyPatch, schedule: str
@@ -151,17 +175,31 @@ def test_a_search_ends_when_its_time_is_up_and_says_how_far_from_the_best_it_may
     exact = find_best_split(shape, times, schedule, present)
     monkeypatch.setattr(best_split, "MAX_PLAYED", 0)
     monkeypatch.setattr(split_search, "ROUNDS", 1)  # so that the first bound does not end it
-    tried = []
-    for max_looks in range(1, 12):
+    tried, was_late = [], []
+    for limit in range(2, 90, 7):
         with monkeypatch.context() as patch:
-            clock = count()
-            patch.setattr(split_search.time, "monotonic", clock.__next__)
-            hasty = find_best_split(shape, times, schedule, present, max_search_s=max_looks)
-            num_looks = next(clock)
-        assert num_looks < max_looks + 6, "it goes on although its time is up"
+            clock = WorkClock(patch)
+            hasty = find_best_split(shape, times, schedule, present, max_search_s=limit)
+        assert clock.now_s < limit + 6, "it goes on although its time is up"
         check_bounds(hasty, exact)
         tried.append(hasty.num_tried)
-    assert tried[0] < tried[-1], "it has looked at as much as without a limit"
+        was_late.append(clock.now_s > limit)
+    assert was_late[0] and tried[0] < tried[-1], "it has looked at as much as without a limit"
+
+
+def test_a_search_among_very_many_splits_ends_in_time_before_the_first_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    pp, schedule, shape = 16, "interleaved", shape_of(45, 48)
+    times = measured_times(45, 48, torch_order(schedule, pp, 2 * pp), frozen=False)
+    present, least_s = split_evenly(shape, 2 * pp), []
+    # Among the first paths, while they rule out layers, and in the first mixture.
+    for limit in (3, 150, 215):
+        with monkeypatch.context() as patch:
+            clock = WorkClock(patch)
+            hasty = find_best_split(shape, times, schedule, present, max_search_s=limit)
+        assert limit < clock.now_s < limit + 6, "it goes on although its time is up"
+        assert hasty.num_tried == 0 and not hasty.is_exact
+        least_s.append(hasty.least_s)
+    assert 0 < least_s[0] <= least_s[1] < least_s[2] < hasty.step_s
 
 
 LARGE = [("1f1b", 16, 32), ("interleaved", 4, 8), ("zbv", 4, 16), ("dualpipev", 4, 16), ("gpipe", 16, 64)]
@@ -220,7 +258,7 @@ def test_no_mixture_of_paths_is_longer_than_a_step(schedule: str) -> None:
         mixture = sum(share * counts for share, (_, counts) in zip(_shares(draw, 20), longest, strict=True))
         for cut, seconds in zip(edges, lengths, strict=True):
             assert (mixture * paths.stage_s(cut)).sum() <= seconds * (1 + ROUNDING)
-    found_s, mixture, _, _ = paths.mix(paths.allowed, [counts for _, counts in longest[:3]], float("inf"), 40)
+    found_s, mixture, _, _ = paths.mix(paths.allowed, [counts for _, counts in longest[:3]], float("inf"), range(40))
     best_s = min(step_s(times, split) for split in splits_of(present))
     assert 0.8 * best_s <= found_s <= best_s * (1 + ROUNDING)
     assert found_s <= min((mixture * paths.stage_s(cut)).sum() for cut in edges) * (1 + ROUNDING)

@@ -377,11 +377,12 @@ REFUSALS = {
     "dtensor": "Context-parallel attention was given a DTensor",
     "plain model": "rank {rank}: 2 of 2 attentions are not context-parallel",
     "one attention put back": "rank {rank}: 1 of 2 attentions are not context-parallel",
-    "tiles not shared": "rank {rank}: encode_tiles is not context-parallel over 4 ranks",
-    "other group": "rank {rank}: 0 of 2 attentions are not context-parallel, the others over",
+    "tiles not shared": "rank {rank}: encode_tiles is shared by 1 rank(s) instead of 4",
+    "other number of ranks": "rank {rank}: 2 of 2 attentions are context-parallel over 4 ranks (ring, zigzag) "
+    "instead of not context-parallel",
 }
 
-BROKEN_MODELS = ("plain model", "one attention put back", "tiles not shared", "other group")
+BROKEN_MODELS = ("plain model", "one attention put back", "tiles not shared", "other number of ranks")
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -40,7 +40,7 @@ def expected(case: Case) -> Recording:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By part, what ranks found; in starts of their own, since each case leaves threads of its groups behind."""
+    """By part, what ranks found; in starts of their own, each well within its time."""
     names = ("runs", "exact", "bugs", "counts", "norms", "recomputed")
     parts: dict[str, dict[Any, list[Any]]] = {name: {} for name in names}
     for world_size, start in product((2, 4), ("exact", "rest")):

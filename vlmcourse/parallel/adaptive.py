@@ -11,8 +11,8 @@ Ranks are taken to be equally fast, and messages to cost the same wherever the c
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -20,65 +20,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from vlmcourse.parallel.best_split import find_best_split
+from vlmcourse.parallel.decision import Decision, Proposal
 from vlmcourse.parallel.layer_times import LayerTimer, LayerTimes
 from vlmcourse.parallel.moving import Moved, find_move_problem, move_layers
 from vlmcourse.parallel.parcels import share_groups
 from vlmcourse.parallel.pipeline import Pipeline
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.played_step import step_s
+from vlmcourse.parallel.ranks import group_timeout_s
 from vlmcourse.planner.schedules import SCHEDULES
 from vlmcourse.planner.stages import StageSplit
 
-
-@dataclass(frozen=True)
-class Proposal:
-    """A split, and what it promises by the measured times."""
-
-    present: StageSplit
-    split: StageSplit
-    times: LayerTimes
-    before_s: float
-    """Seconds of a step with the present split: the order that ran, with the measured times, messages left out."""
-    after_s: float
-    """The same of the proposed split."""
-    least_s: float
-    """No split has a shorter step; this is `after_s` where the search was exact, see `find_best_split`."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it is proven that no split has a shorter step by these times."""
-        return self.least_s >= self.after_s
-
-    @property
-    def gain_fraction(self) -> float:
-        """By which share of its time a step becomes shorter."""
-        return 1 - self.after_s / self.before_s if self.before_s else 0.0
-
-    def __str__(self) -> str:
-        proof = "proven: no split has a shorter step"
-        if not self.is_exact:
-            gap = 100 * (1 - self.least_s / self.after_s)
-            proof = f"no proof that it is the best: another split may save up to {gap:.2g} % of that, no more"
-        return (
-            f"a step {1e3 * self.before_s:.3g} ms -> {1e3 * self.after_s:.3g} ms by the measured times, "
-            f"a gain of {100 * self.gain_fraction:.1f} %; {proof}"
-        )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was done with a proposal."""
-
-    step: int
-    """Optimizer steps that the scheduler had seen."""
-    proposal: Proposal
-    moved: Moved | None
-    """This rank's part in the move; None if all layers stayed."""
-    reason: str
-    """The same on every rank."""
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.reason}"
+SEARCH_SHARE = 0.25
+"""The most that a search may take of the time limit of a collective: the other ranks wait for it in one."""
 
 
 class AdaptivePipelineScheduler:
@@ -107,7 +61,7 @@ class AdaptivePipelineScheduler:
             min_gain: by which share of its time a step must become shorter for layers to move, 0 to 1.
             repeat_every: steps from one decision to the beginning of the next measurement; 0 decides once.
             max_search_s: seconds to look for the best split; a decision then says how far from it the one found can be.
-                Well below the time limit of a collective: the other ranks wait in one.
+                At most `SEARCH_SHARE` of the time limit of `everyone` is taken, whatever this is.
             everyone: all ranks that have stages of the model; None is all ranks there are. All of them must make such a
                 scheduler with the same numbers.
 
@@ -120,10 +74,10 @@ class AdaptivePipelineScheduler:
             ("measure_steps", measure_steps, 1),
             ("repeat_every", repeat_every, 0),
         ):
-            if value < least:
-                raise ValueError(f"{name} = {value}: must be at least {least}")
-        if max_search_s <= 0:
-            raise ValueError(f"max_search_s = {max_search_s}: must be greater than 0 seconds")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} = {value}: must be at least {least}, a whole number")
+        if not 0 < max_search_s < math.inf:
+            raise ValueError(f"max_search_s = {max_search_s}: must be greater than 0 seconds, and finite")
         if not 0 <= min_gain < 1:
             raise ValueError(f"min_gain = {min_gain}: it is a share of a step's time, from 0 to below 1")
         self.model = pipeline if isinstance(pipeline, PipelinedModel) else None
@@ -199,7 +153,7 @@ class AdaptivePipelineScheduler:
         return self._timer.share(self.everyone)
 
     def propose(self, times: LayerTimes) -> Proposal:
-        """Find the split with the shortest step.
+        """Find the split with the shortest step, in `max_search_s` and `SEARCH_SHARE` of the group's time limit.
 
         Args:
             times: what `measure` returned.
@@ -215,7 +169,8 @@ class AdaptivePipelineScheduler:
             pipeline.split,
             block_each=any(isinstance(module, FSDPModule) for module in pipeline.modules),
             output_apart=shape.language.tied_embeddings and SCHEDULES[pipeline.schedule].splits_backward,
-            max_search_s=self.max_search_s,
+            # Asked now: a cell of a notebook's session may have another limit than the one before.
+            max_search_s=min(self.max_search_s, SEARCH_SHARE * group_timeout_s(self.everyone)),
         )
         before_s = step_s(times, pipeline.split)
         return Proposal(pipeline.split, best.split, times, before_s, best.step_s, best.least_s)

@@ -7,43 +7,32 @@ silently did something simpler, so wrapper, sizes and shards are checked.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
 from vlmcourse.layout import DEEPSPEED, SHARDED, Layout, check_usable, find_layout
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.accelerated import apply_accelerate
-from vlmcourse.parallel.comm import local_part, sum_over_ranks
-from vlmcourse.parallel.compression import compress_gradients
-from vlmcourse.parallel.context import apply_context, take_part_of_labels
+from vlmcourse.parallel.agreement import check_agreement, check_plain
+from vlmcourse.parallel.compression import compress_gradients, find_compression
+from vlmcourse.parallel.context import apply_context, check_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
-from vlmcourse.parallel.fsdp import (
-    apply_fsdp,
-    broadcast_weights,
-    build_offload_policy,
-    check_fsdp_offload,
-    count_wrong_prefetch,
-    find_blocks,
-    find_units,
-)
+from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, build_offload_policy, check_fsdp_offload
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.stages import LossSum, VLMStage
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.parallel.tensor import apply_tensor, check_tensor
+from vlmcourse.parallel.verify import check_equal_weights, check_sharding
 from vlmcourse.state_offload import OffloadConfig
 from vlmcourse.values import ConfigError
 
@@ -75,10 +64,13 @@ def apply_strategy(
         `PipelinedModel`.
 
     Raises:
-        ValueError: if the strategy cannot use this number of ranks, this kind of model or `offload`, or is still auto.
+        ValueError: if the strategy cannot use this number of ranks, this kind of model or `offload`, or is still auto;
+            if the model is distributed already; on all ranks, if one brings another configuration or other parameters.
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
+    check_agreement(model, config, ranks)  # first: a refusal of one rank alone would let the others wait for it
+    check_plain(model)
     check_usable(config)
     if found := (offload or OffloadConfig()).contradictions(config):
         raise ConfigError("The offload", found)
@@ -182,9 +174,13 @@ def as_vlm(model: nn.Module) -> VLM:
 def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place: Place | None = None) -> None:
     """Refuse a model that is not distributed as `config` says.
 
+    Where a pipeline is cut is not looked at, since layers may move; nor is what a model does not show and a training
+    step reads: `gradient_sync`, `adaptive` and `timeout_s`.
+
     Raises:
         ValueError: if the strategy cannot use this number of ranks.
-        RuntimeError: if the wrapper, the group's size, the shards or the equality of weights over ranks is wrong.
+        RuntimeError: if the wrapper, the group's size, the shards or the equality of weights over ranks is wrong, or
+            the degree or method of an axis, a schedule or a compression is another one.
     Communicates: whole weights: an all-gather of 8 bytes a parameter; shards: an all-reduce of 16 bytes.
     """
     check_usable(config)
@@ -197,108 +193,49 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
             raise RuntimeError(f"{where}: the process group has {group_size} ranks instead of {ranks.world_size}")
     if isinstance(model, PipelinedModel) != (config.pp > 1):
         raise RuntimeError(f"{where}: pp={config.pp}, but the model is a {type(model).__name__}")
+    if isinstance(model, PipelinedModel):
+        found = model.pipeline.pp, model.pipeline.schedule
+        if found != (config.pp, config.pp_schedule):
+            raise RuntimeError(
+                f"{where}: the pipeline has pp={found[0]} and pp_schedule={found[1]!r} instead of pp={config.pp} and "
+                f"pp_schedule={config.pp_schedule!r}"
+            )
     for part in model.stages if isinstance(model, PipelinedModel) else [model]:
         _check_part(part, config, layout, ranks, where)
 
 
 def _check_place(place: Place | None, config: ParallelConfig, ranks: Ranks) -> None:
-    """Refuse a place that was found for another configuration: the model would be cut in another way than it says."""
+    """Refuse a place of another configuration or rank: the model would be cut in another way than it says."""
     expected = find_layout(config, ranks.world_size)
     if place is not None and place.layout != expected:
         raise ValueError(
             f"rank {ranks.rank}: strategy {config.strategy!r} makes {expected} of {ranks.world_size} ranks, but the "
             f"place is of {place.layout}: call find_place with the same configuration"
         )
+    if place is not None and place.rank != ranks.rank:
+        raise ValueError(
+            f"rank {ranks.rank}: the place is that of rank {place.rank}: call find_place with this process's ranks"
+        )
 
 
 def _check_part(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:
     """Check one model, or one stage of a pipeline."""
+    plain, is_ddp = unwrap(model), isinstance(model, DistributedDataParallel)
     if config.tp > 1:
-        check_tensor(as_vlm(unwrap(model)), config.vision_plan)
-    is_ddp = isinstance(model, DistributedDataParallel)
+        check_tensor(as_vlm(plain), config.vision_plan, config.sequence_parallel)
+    if isinstance(plain, VLM):
+        check_context(plain, config.cp, config.cp_method, config.cp_order)
+    compression = find_compression(model)
+    if compression != config.compression:
+        raise RuntimeError(f"{where}: gradients travel with compression {compression!r}, not {config.compression!r}")
     if config.strategy in ("ddp", "zero1", "accelerate-ddp"):
         if not is_ddp:
             raise RuntimeError(f"{where}: the model is a {type(model).__name__}, not a DistributedDataParallel")
-        check_equal_weights(model.module, ranks)
+        check_equal_weights(plain, ranks)
     elif config.strategy in SHARDED:
-        _check_sharding(model, config, layout, ranks, where)
+        check_sharding(model, config, layout, ranks, where)
     elif is_ddp or isinstance(model, FSDPModule):
         raise RuntimeError(f"{where}: the model is wrapped as {type(model).__name__}, which waits for other ranks")
-
-
-def _check_sharding(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:
-    parts = (model, *find_units(model))
-    plain = [type(part).__name__ for part in parts if not isinstance(part, FSDPModule)]
-    if plain:
-        raise RuntimeError(f"{where}: {len(plain)} parts are not wrapped by fully_shard, the first a {plain[0]}")
-    wrong = [type(part).__name__ for part in parts[1:] if keeps_weights(part) != (config.strategy == "zero2")]
-    if wrong:
-        does = "free" if config.strategy == "zero2" else "keep"
-        raise RuntimeError(f"{where}: {len(wrong)} units {does} their gathered weights after forward, as {wrong[0]}")
-    num_wrong = count_wrong_prefetch(find_blocks(model), config.prefetch)
-    if num_wrong:
-        raise RuntimeError(f"{where}: {num_wrong} blocks do not ask for weights as prefetch={config.prefetch} says")
-    num_shards = layout.dp_shard * layout.cp
-    whole = [name for name, p in model.named_parameters() if _num_parts(p, but="tp") != num_shards]
-    if whole:
-        raise RuntimeError(
-            f"{where}: {len(whole)} parameters are not sharded over {num_shards} ranks, the first is {whole[0]}"
-        )
-    num_local = sum(local_part(p).numel() for p in model.parameters())
-    num_full = sum(p.numel() for p in model.parameters())
-    num_mine = sum(p.numel() / _num_parts(p) for p in model.parameters())
-    num_stored, num_expected = (round(n) for n in sum_over_ranks([num_local, num_mine], ranks))
-    if num_local >= num_full or num_stored != num_expected:
-        raise RuntimeError(
-            f"{where}: this rank stores {num_local} elements of a model of {num_full}, and all {ranks.world_size} "
-            f"ranks {num_stored} instead of {num_expected}: each must be on exactly one rank of a group that shards"
-        )
-
-
-def keeps_weights(unit: nn.Module) -> bool:
-    """Whether an FSDP unit keeps its gathered weights between forward and backward (ZeRO-2)."""
-    assert isinstance(unit, FSDPModule)
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return group is not None and group.post_forward_mesh_info is None
-
-
-def _num_parts(parameter: Tensor, but: str = "") -> int:
-    """Return into how many pieces a parameter is cut, over all axes of its mesh except the one called `but`."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for name, size, placement in sizes if name != but and not placement.is_replicate())
-
-
-def check_equal_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Refuse ranks whose copies of the weights differ in any bit.
-
-    Args:
-        model: a plain model with whole parameters.
-        ranks: this process's place.
-
-    Raises:
-        RuntimeError: naming the first parameter that differs from rank 0's.
-    Communicates: one all-gather, 8 bytes a parameter and rank.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    mine = torch.tensor([fingerprint(p) for p in model.parameters()], dtype=torch.int64, device=ranks.device)
-    everyone = [torch.empty_like(mine) for _ in range(ranks.world_size)]
-    dist.all_gather(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        differing = (theirs != everyone[0]).nonzero().flatten().tolist()
-        if differing:
-            raise RuntimeError(
-                f"rank {ranks.rank}: {len(differing)} weights of rank {rank} differ from rank 0's, the first is "
-                f"{names[differing[0]]}: all ranks must start from rank 0's weights"
-            )
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
-    """Return a 63-bit hash of a tensor's bytes; equal tensors have equal ones."""
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return int.from_bytes(hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).digest(), "big") >> 1
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -68,7 +68,7 @@ def find_best_split(
         present: the present split, which wins where no other is better.
         block_each: see `split_by_cost`.
         output_apart: see `split_by_cost`.
-        max_search_s: seconds that `SplitSearch` may take, and the few more that one cut takes.
+        max_search_s: seconds that `SplitSearch` may take, and a little more; the others take a few at most.
 
     Raises:
         ValueError: if the times have no order, or there are fewer layers (or blocks) than stages.

@@ -1,11 +1,14 @@
-"""Small sums over all ranks: the few numbers of a step that every rank must agree on.
+"""Small sums over all ranks, and the other few things that every rank must agree on.
 
-Enters: plain numbers or tensors of one rank. Leaves: the same on every rank. With one rank nothing is sent.
+Enters: plain numbers, tensors or words of one rank. Leaves: the same on every rank, or an error on all of them. With
+one rank nothing is sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +43,39 @@ def _reduce(values: Sequence[float | Tensor], ranks: Ranks, op: dist.ReduceOp.Re
     if ranks.world_size > 1:
         dist.all_reduce(numbers, op=op)
     return numbers.tolist()
+
+
+def check_alike(mine: dict[str, str], ranks: Ranks) -> None:
+    """Refuse ranks that are about to do something else than rank 0: they would wait for each other.
+
+    Args:
+        mine: what must be alike, in words, by name.
+        ranks: this process's place.
+
+    Raises:
+        ValueError: on all ranks, naming those that differ from rank 0 and in what.
+    Communicates: an all-gather of 64 letters; only where these differ, one of all words.
+    """
+    if ranks.world_size == 1 or not dist.is_initialized():
+        return
+    if len(set(_gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+        return
+    everyone: list[dict[str, str]] = _gather(mine)
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    first, other = everyone[0], everyone[others[0]]
+    name, *more = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    raise ValueError(
+        f"rank {ranks.rank}: rank(s) {', '.join(map(str, others))} distribute something else than rank 0: {name} is "
+        f"{first.get(name, 'not there')} on rank 0 and {other.get(name, 'not there')} on rank {others[0]}"
+        f"{f', and {len(more)} more' if more else ''}. All ranks must call with the same configuration and a model "
+        "of the same shape, frozen alike"
+    )
+
+
+def _gather(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -71,9 +71,9 @@ def compress_gradients(
             start_powerSGD_iter=powersgd_start_step,
             orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,  # type: ignore[arg-type] # torch's default is the int 0
         )
-        ddp_model.register_comm_hook(state, powersgd_hook)
+        ddp_model.register_comm_hook(state, HOOKS[kind])
     else:
-        ddp_model.register_comm_hook(group, fp16_compress_hook if kind == "fp16" else bf16_hook)
+        ddp_model.register_comm_hook(group, HOOKS[kind])
 
 
 def check_compression(model: nn.Module, kind: str) -> None:
@@ -159,3 +159,14 @@ def powersgd_hook(state: OneBucketAtATime, bucket: dist.GradBucket) -> torch.fut
         del state.p_memory_dict[bucket.index()]
     state.under_way = powerSGD_hook(state, bucket)
     return state.under_way
+
+
+HOOKS = {"fp16": fp16_compress_hook, "bf16": bf16_hook, "powersgd": powersgd_hook}
+
+
+def find_compression(model: nn.Module) -> str:
+    """Return how a model's gradients are compressed: a key of `HOOKS`, "none", or the name of another hook."""
+    hooks = [hook for hook, _ in model._comm_hooks] if isinstance(model, DistributedDataParallel) else []
+    if not hooks:
+        return "none"
+    return next((kind for kind, hook in HOOKS.items() if hook is hooks[0]), hooks[0].__name__)

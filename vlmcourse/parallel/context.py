@@ -92,30 +92,48 @@ def apply_context(model: VLM, group: dist.ProcessGroup, method: str = "ring", or
     model.language.take_part = partial(_take_part_in_group, group=group, order=order)
     model.encode_tiles = partial(share_tiles, model.encode_tiles, group=group)  # type: ignore[method-assign]
     model.register_forward_pre_hook(partial(_check_batch, group=group, order=order), with_kwargs=True)
-    check_context(model, group)
+    check_context(model, group.size(), method, order)
     return model
 
 
-def check_context(model: VLM, group: dist.ProcessGroup) -> None:
-    """Refuse a model that does not share its sequences over all ranks of `group`, wherever it should.
+def check_context(model: VLM, cp: int, method: str, order: str) -> None:
+    """Refuse a model that does not share its sequences over `cp` ranks in this way, wherever it should.
+
+    Args:
+        model: from `apply_context`, or with cp=1 one that shares no sequence.
+        cp: ranks that should share each sequence.
+        method: that of `apply_context`.
+        order: that of `apply_context`.
 
     Raises:
-        RuntimeError: naming the part that still works as in one process.
+        RuntimeError: naming the part that works otherwise.
     """
-    attentions = _find_attentions(model)
-    plain = [i for i, part in enumerate(attentions) if not isinstance(part.attend, ContextAttention)]
-    sizes = {part.attend.group.size() for part in attentions if isinstance(part.attend, ContextAttention)}
-    if plain or sizes - {group.size()}:
+    wanted = (cp, method, order) if cp > 1 else None
+    of_attentions = [_find_sharing(part.attend) for part in _find_attentions(model)]
+    others = [found for found in of_attentions if found != wanted]
+    if others:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: {len(plain)} of {len(attentions)} attentions are not context-parallel, the "
-            f"others over {sorted(sizes)} ranks instead of {group.size()}: call apply_context on the whole model"
+            f"rank {dist.get_rank()}: {len(others)} of {len(of_attentions)} attentions are {_say_sharing(others[0])} "
+            f"instead of {_say_sharing(wanted)}: call apply_context once, on the whole model"
         )
     for name, hook in (("language.take_part", model.language.take_part), ("encode_tiles", model.encode_tiles)):
-        if not isinstance(hook, partial) or hook.keywords["group"].size() != group.size():
+        size = hook.keywords["group"].size() if isinstance(hook, partial) else 1
+        if size != cp:
             raise RuntimeError(
-                f"rank {dist.get_rank()}: {name} is not context-parallel over {group.size()} ranks: call "
-                "apply_context, and let nothing after it replace this hook"
+                f"rank {dist.get_rank()}: {name} is shared by {size} rank(s) instead of {cp}: call apply_context, and "
+                "let nothing after it replace this hook"
             )
+
+
+def _find_sharing(attend_as: object) -> tuple[int, str, str] | None:
+    """Return over how many ranks attention works, by which method and order; None if over none."""
+    if not isinstance(attend_as, ContextAttention):
+        return None
+    return attend_as.group.size(), attend_as.method, attend_as.order
+
+
+def _say_sharing(sharing: tuple[int, str, str] | None) -> str:
+    return "context-parallel over {} ranks ({}, {})".format(*sharing) if sharing else "not context-parallel"
 
 
 @contextmanager

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part, max_over_ranks
-from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.ranks import Ranks, share_mesh
 from vlmcourse.state_offload import OffloadConfig
 
 
@@ -65,7 +65,7 @@ def apply_fsdp(
     """
     units = find_units(model)
     is_whole_vlm = type(model) is VLM  # and no stage of one, whose input may need a gradient; sharding changes the type
-    mesh = mesh or init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+    mesh = mesh or share_mesh(ranks, (ranks.world_size,), ("dp_shard",))
     whole = None if are_equal else _take_from_meta(model, ranks)
     if whole is None and not are_equal:
         broadcast_weights(model)

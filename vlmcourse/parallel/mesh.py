@@ -7,13 +7,15 @@ process: `Layout.table` and, with a model, `planner.grid.share_table`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
-from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.comm import check_alike
+from vlmcourse.parallel.ranks import Ranks, share_mesh
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
 
@@ -74,7 +76,7 @@ class Place:
 
 
 def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = None) -> Place:
-    """Spread the ranks over the axes of `config` and make the process groups of each axis.
+    """Spread the ranks over the axes of `config`; places of one layout share the process groups of each axis.
 
     Args:
         config: the degrees.
@@ -82,15 +84,22 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
         shape: of the model; what the degrees must divide is then checked too.
 
     Raises:
-        ValueError: if the degrees do not fit the number of ranks or the model, or the strategy is still auto; before
-            anything is sent.
-    Communicates: on several ranks, what PyTorch's groups need to find each other.
+        ValueError: on all ranks, if one has another configuration; if the degrees do not fit the number of ranks or
+            the model, or the strategy is still auto.
+    Communicates: see `check_alike` and `share_mesh`.
     """
+    check_alike(describe_config(config), ranks)  # first: a refusal of one rank alone would let the others wait
     check_usable(config)
     layout = find_layout(config, ranks.world_size)
     if shape is not None:
         check_shape_divides(config, shape)
     mesh = None
     if config.strategy not in WHOLE_WEIGHTS or config.tp * config.cp * config.pp > 1:
-        mesh = init_device_mesh(ranks.device.type, layout.sizes, mesh_dim_names=AXES)
+        mesh = share_mesh(ranks, layout.sizes, AXES)
     return Place(layout, ranks.rank, mesh)
+
+
+def describe_config(config: ParallelConfig) -> dict[str, str]:
+    """Return the fields of a configuration that must be alike on all ranks by name, in words: all but a file's path."""
+    names = [field.name for field in dataclasses.fields(config) if field.name != "deepspeed_config"]
+    return {f"parallel.{name}": repr(getattr(config, name)) for name in names}

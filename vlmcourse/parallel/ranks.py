@@ -2,13 +2,15 @@
 
 Enters: the environment that a launcher sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 Leaves: a `Ranks` value that everything else is handed, and an initialised process group where there is more than one
-rank. There is no module-level state: the process group itself is the only thing kept, by PyTorch.
+rank. PyTorch keeps the process groups until they are destroyed, and so the meshes on them are kept here as long.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
+import math
 import os
 import socket
 import sys
@@ -17,11 +19,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vlmcourse.machine import num_usable_cores
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+Grid = tuple[str, tuple[int, ...], tuple[str, ...]]
+_meshes: dict[tuple[dist.ProcessGroup, Grid], DeviceMesh] = {}
+"""By the group of all ranks and the kind of device, sizes and names of the axes; see `share_mesh`."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,52 @@ def shutdown_ranks() -> None:
     Wrapped models hold their groups, often in reference cycles. They are collected here: a group that lives until the
     interpreter is gone can abort the process in its last moment, although all its work is done.
     """
+    _meshes.clear()
     if dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
+
+
+def group_timeout_s(group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds that a collective of a group may take now.
+
+    It is the group's own limit: that of `init_ranks` counts only for the call that has made the group, and a notebook's
+    cell may have changed it since.
+
+    Args:
+        group: None is all ranks.
+
+    Returns:
+        The shortest of its backends; infinite where there is no group to wait for.
+    """
+    live = group or (dist.group.WORLD if dist.is_initialized() else None)
+    backends = [live._get_backend(device) for device in live._device_types] if live is not None else []
+    return min((backend.options._timeout.total_seconds() for backend in backends), default=math.inf)
+
+
+def share_mesh(ranks: Ranks, sizes: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh of all ranks with these axes: one for all models of this process, which share its groups.
+
+    PyTorch keeps a group until it is destroyed, and a group of gloo has threads that wake a hundred times a second:
+    with groups of its own, each model of a notebook's session would leave some behind.
+
+    Args:
+        ranks: this process's place; all ranks call this alike.
+        sizes: ranks on each axis.
+        axes: their names.
+    Communicates: the first time, what PyTorch's groups need to find each other.
+    """
+    grid, world = (ranks.device.type, sizes, axes), dist.group.WORLD
+    if world is None:  # one process, or a group that `init_device_mesh` makes
+        return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=axes)
+    for old in [key for key in _meshes if key[0] is not world]:
+        del _meshes[old]  # the ranks have left that group without `shutdown_ranks`
+    if not _meshes:
+        atexit.register(_meshes.clear)  # before the interpreter is gone, see `shutdown_ranks`
+    if (world, grid) not in _meshes:
+        _meshes[world, grid] = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=axes)
+    return _meshes[world, grid]
 
 
 def _join_group(rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:

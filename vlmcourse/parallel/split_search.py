@@ -11,10 +11,10 @@ ranks wait for it. Chapter 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, takewhile
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ KEPT = 40
 """Mixtures that the next try begins with: those that ended most."""
 ROUNDING = 1e-9
 """The share by which a step must be shorter to count as shorter."""
+T = TypeVar("T")
 
 
 class Found(NamedTuple):
@@ -118,7 +119,7 @@ class SplitSearch:
             may_be_stage: see `stage_rule`.
             order: of the stages but the first, in which their first layers are fixed.
             start: a split to beat.
-            max_s: seconds from now after which the search ends with what it has, as soon as a cut is fixed.
+            max_s: seconds from now after which the search ends with what it has, after one more path or mixture.
         """
         self._until_s = time.monotonic() + max_s
         self.player, self.paths, self.order = player, StepPaths(player, may_be_stage), order
@@ -155,21 +156,29 @@ class SplitSearch:
     def _is_late(self) -> bool:
         return time.monotonic() > self._until_s
 
+    def _in_time(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items until the time is up: whatever uses mixtures is right with some of them too."""
+        return takewhile(lambda _: not self._is_late, items)
+
     def _rule_out(self) -> float:
         """Forbid what no better split has on a stage; return seconds that no split is below."""
-        stressed = self.paths.stress(self.paths.stage_s((0, *self.best, self.num_layers)))
+        least_s = 0.0
+        stressed = self.paths.stress(self.paths.stage_s((0, *self.best, self.num_layers)), lambda: self._is_late)
         self.mixtures += stressed
         for _ in range(2):
-            for counts in self.mixtures:
+            for counts in self._in_time(self.mixtures):
                 weighed = self.paths.weigh(counts, self.allowed)
                 self.allowed = self.allowed & (through_each(weighed) < self.to_beat_s)
             mixture = self._mix(self.allowed, stressed, ROUNDS)
             self.mixtures.append(mixture.counts)
-        return min(mixture.seconds, self.best_s)
+            least_s = max(least_s, min(mixture.seconds, self.best_s))
+            if self._is_late:
+                break
+        return least_s
 
     def _mix(self, allowed: Array, starts: list[Array], num_rounds: int) -> Mixture:
         """Mix paths; keep those met, and the best of the splits met."""
-        mixture = self.paths.mix(allowed, starts, self.to_beat_s, num_rounds)
+        mixture = self.paths.mix(allowed, starts, self.to_beat_s, self._in_time(range(num_rounds)))
         self.met += mixture.paths
         if mixture.splits:
             self._play([edges[1:-1] for edges in mixture.splits])
@@ -182,7 +191,9 @@ class SplitSearch:
 
     def _try(self, width: int) -> None:
         """Fix the cuts one after another, and play what is left at the end."""
-        bounds = [_Bound(counts, self.paths.weigh(counts, self.allowed), self.turn) for counts in self.mixtures]
+        bounds = [
+            _Bound(counts, self.paths.weigh(counts, self.allowed), self.turn) for counts in self._in_time(self.mixtures)
+        ]
         edges = np.full((1, self.num_stages + 1), -1)
         edges[0, 0], edges[0, -1] = 0, self.num_layers
         part = _Part(edges, np.zeros((1, len(bounds))), np.zeros(1))
@@ -197,14 +208,21 @@ class SplitSearch:
                     part = self._narrow(part, bounds)
             if not len(part.edges):
                 break
-            if len(part.edges) > width:
-                order = part.least_s.argsort(kind="stable")
-                self.dropped_s = min(self.dropped_s, part.least_s[order[width]])
-                part = part.take(np.sort(order[:width]))
+            part = self._keep(part, width)
+        if self._is_late:
+            part = self._keep(part, FEW)
         if len(part.edges):
             self._play([tuple(cuts) for cuts in part.edges[:, 1:-1].tolist()])
         useful = sorted((bound for bound in bounds if bound.num_ended), key=lambda bound: -bound.num_ended)
         self.mixtures = [bound.counts for bound in useful[:KEPT]]
+
+    def _keep(self, part: _Part, width: int) -> _Part:
+        """Return the most promising splits, and remember the bound of the others."""
+        if len(part.edges) <= width:
+            return part
+        order = part.least_s.argsort(kind="stable")
+        self.dropped_s = min(self.dropped_s, part.least_s[order[width]])
+        return part.take(np.sort(order[:width]))
 
     def _fix(self, part: _Part, edge: int, bounds: list[_Bound]) -> _Part:
         """Return all ways to fix one more edge that may lead to a better split."""
@@ -234,7 +252,7 @@ class SplitSearch:
             gaps: fixed edges with several stages between.
         """
         left = np.arange(len(part.edges))
-        for column, bound in sorted(bounds, key=lambda numbered: -numbered[1].num_ended):
+        for column, bound in self._in_time(sorted(bounds, key=lambda numbered: -numbered[1].num_ended)):
             sums_s = part.spent[parent[left], column]
             for a, b in [*spans, *gaps]:
                 sums_s = sums_s + bound.gap(a, b)[part.edges[left, a], part.edges[left, b]]

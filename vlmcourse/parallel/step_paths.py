@@ -9,7 +9,7 @@ stage; and no split has a shorter step than that. Chapter 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +77,13 @@ class StepPaths:
             at = chosen[at]
         return seconds, counts
 
-    def stress(self, cost_s: Array) -> list[Array]:
-        """Return the longest paths where one stage or one rank is much slower than it is, for each of them."""
+    def stress(self, cost_s: Array, is_late: Callable[[], bool]) -> list[Array]:
+        """Return the longest paths where one stage or one rank is much slower than it is, for each of them.
+
+        Args:
+            cost_s: seconds of each kind of action on each stage.
+            is_late: asked after each path; the paths found so far are returned once it says so.
+        """
         slowed = [(stage,) for stage in range(self.num_stages)]
         slowed += [stages for stages in self._stages_of_ranks if len(stages) > 1]
         found = []
@@ -87,6 +92,8 @@ class StepPaths:
                 slower = cost_s.copy()
                 slower[:, list(stages)] *= by
                 found.append(self.longest(slower)[1])
+                if is_late():
+                    return found
         return found
 
     def weigh(self, counts: Array, allowed: Array) -> Array:
@@ -95,7 +102,7 @@ class StepPaths:
         weighed[0] = np.tensordot(counts[:, 0], self._seconds[0], 1)
         return np.where(allowed, weighed, np.inf)
 
-    def mix(self, allowed: Array, starts: Sequence[Array], enough_s: float, num_rounds: int) -> Mixture:
+    def mix(self, allowed: Array, starts: Sequence[Array], enough_s: float, rounds: Iterable[int]) -> Mixture:
         """Find the mixture of paths whose best split is slowest.
 
         A game of two: one mixes splits, one mixes paths, a linear program says how from the moves known so far, and to
@@ -105,12 +112,12 @@ class StepPaths:
             allowed: which layers may stand on each stage.
             starts: paths to begin with.
             enough_s: seconds from which on no slower one is looked for.
-            num_rounds: how many answers to ask for.
+            rounds: how many answers to ask for; may end early, the best mixture so far is returned then.
         """
         lowest_s, edges = best_split_for(self.weigh(starts[0], allowed))
         best, paths, met = starts[0], list(starts), [edges]
         splits = [self.stage_s(edges)]
-        for _ in range(num_rounds):
+        for _ in rounds:
             if lowest_s >= enough_s:
                 break
             value_s, of_paths, of_splits = _solve_game(np.array(splits), np.array(paths))

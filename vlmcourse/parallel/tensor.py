@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -86,8 +87,9 @@ def apply_tensor(model: VLM, mesh: DeviceMesh, *, vision: str = "split", sequenc
     parallelize_module(model, mesh, plan_styles(model, vision, layout))
     if getattr(model, "language", None) is not None:
         split_predict(model.language, mesh, layout)
-    _check_sequences_first(model, tp_degree, layout)
-    check_tensor(model, vision)
+    check = partial(_check_sequence_first, tp_degree=tp_degree, layout=layout)
+    model.register_forward_pre_hook(check, with_kwargs=True)
+    check_tensor(model, vision, sequence_parallel)
     return model
 
 
@@ -141,17 +143,21 @@ def _style(role: Role, module: nn.Module, layout: SequenceLayout, vision_width: 
     return Replicated(layout if role == "norm" else None)
 
 
-def _check_sequences_first(model: VLM, tp_degree: int, layout: SequenceLayout) -> None:
+def _check_sequence_first(
+    model: VLM, args: tuple[Any, ...], kwargs: dict[str, Any], *, tp_degree: int, layout: SequenceLayout
+) -> None:
     """Let the model refuse a sequence that cannot be split before anything is computed or sent."""
+    # By name: a pipeline stage's forward takes the same things in another order.
+    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+    generates = given.get("kv_cache") is not None or given.get("last_only", False)
+    if layout.is_split and not generates:
+        check_sequence(given["input_ids_BS"].shape[1], tp_degree)
 
-    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # By name: a pipeline stage's forward takes the same things in another order.
-        given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-        generates = given.get("kv_cache") is not None or given.get("last_only", False)
-        if layout.is_split and not generates:
-            check_sequence(given["input_ids_BS"].shape[1], tp_degree)
 
-    model.register_forward_pre_hook(check, with_kwargs=True)
+def splits_sequence(model: nn.Module) -> bool:
+    """Whether between the branches of language blocks each rank holds its own part of the positions."""
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, partial)]
+    return any(hook.func is _check_sequence_first and hook.keywords["layout"].is_split for hook in hooks)
 
 
 def planned_placement(role: Role, parameter: str) -> Placement:
@@ -161,12 +167,13 @@ def planned_placement(role: Role, parameter: str) -> Placement:
     return Replicate() if role in ("norm", "whole") else Shard(0)
 
 
-def check_tensor(model: VLM, vision: str = "split") -> None:
+def check_tensor(model: VLM, vision: str = "split", sequence_parallel: bool = True) -> None:
     """Refuse a model that is not split as its plan says; also under FSDP2.
 
     Args:
         model: from `apply_tensor`.
         vision: the plan it was given.
+        sequence_parallel: whether it was asked to split sequences.
 
     Raises:
         RuntimeError: naming the first parameter that is not split as planned, or the numbers of stored elements if
@@ -190,6 +197,10 @@ def check_tensor(model: VLM, vision: str = "split") -> None:
             num_expected += parameter.numel() * math.prod(copies)
             num_stored += local_part(parameter).numel()
     where = f"rank {dist.get_rank()}: tensor parallelism with vision={vision!r}"
+    if splits_sequence(model) != sequence_parallel:
+        raise RuntimeError(
+            f"{where}: sequence_parallel={sequence_parallel}, but the model was split with {not sequence_parallel}"
+        )
     if wrong or mesh is None:
         found = f"{len(wrong)} parameters are not split as planned, the first: {wrong[0]}" if wrong else "no parameters"
         raise RuntimeError(f"{where}: {found}; use the model that apply_tensor returned with this plan")

@@ -118,8 +118,7 @@ class Trainer:
         self.scheduler: AdaptivePipelineScheduler | None = None
         """What moves layers between the stages of a pipeline, where `parallel.adaptive` asks for it."""
         if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
-            max_search_s = min(15.0, self.parallel.timeout_s / 4)
-            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer, max_search_s=max_search_s)
+            self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer)
         self._show_progress = show_progress
         self._is_checked = False
         """Whether a step of several micro-batches has shown that it exchanges gradients with the last one only."""
@@ -348,6 +347,7 @@ class Trainer:
         """Write a checkpoint of the present step; all ranks must call this."""
         meta: dict[str, Any] = {
             "config": dataclasses.asdict(self.config),
+            "shape": dataclasses.asdict(self.shape),
             "global_batch_size": self.global_batch_size,
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,

@@ -21,6 +21,7 @@ from vlmcourse.planner.network import estimate_step_traffic
 from vlmcourse.planner.state_layout import ZERO_STAGES, count_params, estimate_fp32_state, explain_state
 from vlmcourse.presets import get_model
 
+pytestmark = pytest.mark.timeout(450)
 TINY = 485_664
 """Parameters of the tiny model; `test_presets` counts them."""
 ODD = [[(5, 7), (3, 5)], [(5,), (3,)]]
@@ -29,7 +30,7 @@ ODD = [[(5, 7), (3, 5)], [(5,), (3,)]]
 
 def run(factory: pytest.TempPathFactory, nproc: int) -> list[dict[str, Any]]:
     folder = factory.mktemp(f"zero_tables{nproc}")
-    run_worker("zero_tables_worker.py", str(folder), nproc=nproc)
+    run_worker("zero_tables_worker.py", str(folder), nproc=nproc, timeout_s=400)
     return [load(folder / f"rank{rank}.pt") for rank in range(nproc)]
 
 
@@ -51,9 +52,9 @@ def by_name(pair: list[dict[str, Any]], rank: int = 0) -> dict[str, StateRow]:
 # --- Arithmetic -----------------------------------------------------------------------------------------------------
 
 
-def sums(strategy: str, num_ranks: int, rank: int) -> dict[str, int]:
+def sums(strategy: str, num_ranks: int, rank: int, *, offloads: bool = False) -> dict[str, int]:
     found: dict[str, int] = {}
-    for difference in explain_state(ODD, strategy, num_ranks, rank):
+    for difference in explain_state(ODD, strategy, num_ranks, rank, offloads=offloads):
         found[difference.owner] = found.get(difference.owner, 0) + difference.num_bytes
     return found
 
@@ -76,6 +77,10 @@ def test_differences_of_a_model_of_58_parameters_worked_by_hand() -> None:
     of_three = sums("deepspeed-zero3", 2, 0)
     assert of_three == {"weights": 8, "gradients": 8, "optimizer": 4 * 31 + 8 * 2 + 8, "buffers": 2 * 10**9}
     assert sums("ddp", 2, 1) == {"optimizer": 16}
+    # Offloaded: gradients of exactly the parts, 30; two buffers for the largest gradient; a second copy under ZeRO-3.
+    offloaded = {stage: sums(f"deepspeed-zero{stage}", 2, 0, offloads=True) for stage in (2, 3)}
+    assert offloaded[2] == {"weights": 8, "gradients": 4, "buffers": 4 * (30 + 2 * 35), "optimizer": 120 + 8 + 8}
+    assert offloaded[3] == of_three | {"gradients": 8 + 4 * 31}
 
 
 def test_what_the_arithmetic_does_not_know_is_refused() -> None:

@@ -250,7 +250,6 @@ def texts_of(figure: Figure) -> list[Any]:
     return [text for text in figure.findobj(plt.Text) if text.get_text().strip() and text.get_visible()]
 
 
-@pytest.mark.parametrize("name", FIGURES)
 def test_states_show_the_fullest_rank_of_each_strategy_without_buffers() -> None:
     axes = states_figure().axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["ddp", "deepspeed\nzero1"]
@@ -260,6 +259,7 @@ def test_states_show_the_fullest_rank_of_each_strategy_without_buffers() -> None
         plots.plot_states(states_table(), 4)
 
 
+@pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_has_a_title_named_axes_and_legible_text_and_is_shown_once(name: str) -> None:
     figure = FIGURES[name]()
     assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes)

@@ -63,9 +63,9 @@ def test_differences_of_a_model_of_58_parameters_worked_by_hand() -> None:
     # Greedy: 35 and 5 on rank 0, 15 and 3 on rank 1 (18 are fewer than 35: the 5 too) -> 35 and 23 elements.
     assert sums("zero1", 2, 0) == {"optimizer": 8 * (35 - 29) + 4 * 1}
     assert sums("zero1", 2, 1) == {"optimizer": 8 * (23 - 29) + 4 * 3}
-    # Rows of 2 ranks: 3 of 5 and 2 of 3 (x 7, 5, 1, 1): 21 + 10 + 3 + 2 = 36 filled; rank 1 has 14 + 5 + 2 + 1 = 22.
+    # Rows of 2 ranks: 3 of 5 and 2 of 3 (x 7, 5, 1, 1): 21 + 10 + 3 + 2 = 36 on rank 0; rank 1 has 14 + 5 + 2 + 1 = 22.
     assert sums("fsdp", 2, 0) == {"weights": 4 * 7, "gradients": 4 * 7, "optimizer": 8 * 7 + 16}
-    assert sums("fsdp", 2, 1) == {"weights": 4 * 7, "gradients": 4 * 7, "optimizer": 8 * (22 - 29) + 16}
+    assert sums("fsdp", 2, 1) == {"weights": -4 * 7, "gradients": -4 * 7, "optimizer": 8 * (22 - 29) + 16}
     assert sums("zero2", 2, 0)["weights"] == 4 * (36 - 58)
     # Groups of 50 and 8 become 52 and 8: parts of 26 and 4, 30 in all. The border cuts the 35 and the 5.
     assert sums("deepspeed-zero2", 2, 0) == {"weights": 8, "gradients": 4 * (35 + 5 - 29), "optimizer": 120 + 8 + 8}

@@ -57,13 +57,13 @@ def measure_ledger(model: nn.Module, optimizer: Any = None) -> Ledger:
         optimizer: the model's optimizer as a Trainer holds it, or None to leave its bytes 0.
 
     Returns:
-        Bytes of this rank alone. What several tensors view counts once, whole, with what fills it up (FSDP2's rows of
-        zeros, the ends of DeepSpeed's partitions); frozen weights count as weights only.
+        Bytes of this rank alone. Shared (tied) tensors count once; frozen weights count as weights only. An engine's
+        tensors are views of flat memory, which counts once and whole, with what fills it up.
     """
     sizes: Counter[str] = Counter()
     seen: set[int] = set()
     for owner, tensor in find_state(model, optimizer):
-        storage = storage_of(tensor)
+        storage = storage_of(tensor) if is_engine(model) else None
         key = id(tensor) if storage is None else storage._cdata
         if key not in seen:
             seen.add(key)

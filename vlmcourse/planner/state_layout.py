@@ -112,15 +112,13 @@ def _of_torch_zero_1(groups: Groups, num_ranks: int, rank: int, formula: StateBy
 
 def _of_fsdp(groups: Groups, num_ranks: int, rank: int, formula: StateBytes) -> Iterator[Difference]:
     shapes = [shape for group in groups for shape in group]
-    filled = sum(-(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes)
     mine = sum(_rows_of(shape[0], num_ranks, rank) * math.prod(shape[1:]) for shape in shapes)
     shard = formula.optimizer // (MOMENTS * FP32_BYTES)
     early = formula.weights - FP32_BYTES * shard  # zero2: the formula has whole weights
     yield Difference("weights", -early, "FSDP2 keeps shards between steps, and whole weights from forward to backward")
-    reason = "every parameter's rows are cut alike: those of the last ranks are filled up with zeros"
-    yield Difference("weights", FP32_BYTES * (filled - shard), reason)
-    yield Difference("gradients", FP32_BYTES * (filled - shard), reason)
     reason = "every parameter's rows are cut alike: the last ranks have fewer"
+    yield Difference("weights", FP32_BYTES * (mine - shard), reason)
+    yield Difference("gradients", FP32_BYTES * (mine - shard), reason)
     yield Difference("optimizer", MOMENTS * FP32_BYTES * (mine - shard), reason)
     yield _counters(len(shapes), "a parameter")
 

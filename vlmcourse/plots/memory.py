@@ -90,7 +90,9 @@ def plot_states(table: StateTable, num_ranks: int) -> Figure:
         raise ValueError(f"num_ranks = {num_ranks}: the table has runs on {known} ranks; choose one of them")
     group = [(row.strategy.replace("deepspeed-", "deepspeed\n"), row.formula, row.measured) for row in rows]
     label = f"state of the fullest of {num_ranks} ranks (MB)"
-    return _plot_pairs([group], label, "The formula (hatched) and what is there before the update (plain)")
+    figure = _plot_pairs([group], label, "The formula (hatched) and what is there before the update (plain)")
+    figure.axes[0].set_xlabel("strategy")
+    return figure
 
 
 def _plot_pairs(groups: Sequence[Sequence[tuple[str, StateBytes, Ledger]]], ylabel: str, title: str) -> Figure:

@@ -120,22 +120,6 @@ def resume(strategy: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     return found
 
 
-def resume_elsewhere(folder: Path, ranks: Ranks) -> dict[str, str]:
-    """Try to load an engine's checkpoint under other strategies; return what is said, by strategy."""
-    said = {}
-    for strategy, source in (
-        ("deepspeed-zero2", "deepspeed-zero1"),
-        ("ddp", "deepspeed-zero3"),
-        ("deepspeed-zero1", "accelerate-ddp"),
-    ):
-        config = parity_config(strategy, 2, ranks.world_size, "all towers")
-        try:
-            build(config, ranks, WEIGHT_SEED).resume(folder / source)
-        except ValueError as error:
-            said[f"{source} -> {strategy}"] = str(error)
-    return said
-
-
 def find_a_nan(ranks: Ranks) -> list[str]:
     """Spoil the pictures of the second rank and look for them in an engine whose weights are shards."""
     trainer = build(parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers"), ranks, WEIGHT_SEED)
@@ -217,7 +201,6 @@ def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=60)
     found: dict[str, Any] = {name: run(name, ranks) for name in RUNS}
     found["resume"] = {strategy: resume(strategy, ranks, folder) for strategy in ENGINES}
-    found["elsewhere"] = resume_elsewhere(folder, ranks)
     found["nan"] = find_a_nan(ranks)
     found["gradients"] = {case: bad_gradient(case, ranks) for case in BAD_GRADIENTS}
     found["variables"] = start_with_variables(ranks)

@@ -261,6 +261,33 @@ def smallest_top(towers, formats, max_lost, headroom):
     return by_rule(towers, formats, max_lost, headroom, top=min)
 
 
+def one_tower_is_enough(towers, formats, max_lost, headroom):
+    def least(counts, lowest):
+        return [min(share_below(c, lowest) for c in counts)]
+
+    return by_rule(towers, formats, max_lost, headroom, lost=least)
+
+
+def bias_off_by(power):
+    def choose_format(towers, formats, max_lost, headroom):
+        for name, e, m in sorted(formats, key=lambda form: -form[2]):
+            found = by_rule(towers, [(name, e, m + power)], max_lost, headroom - power)
+            if found:
+                return found
+        return None
+
+    return choose_format
+
+
+bias_too_large, bias_too_small = bias_off_by(1), bias_off_by(-1)
+bias_too_large.__name__, bias_too_small.__name__ = "bias_too_large", "bias_too_small"
+
+
+def scale_for_power(towers, formats, max_lost, headroom):
+    found = search(towers, formats, max_lost, headroom)
+    return found and (found[0], 2 ** found[1])
+
+
 CHOICE_GUESSES = [gives_up, always_fp16, bf16_if_offered, most_exponent_bits]
 """Answers that look at no gradient."""
 CHOICE_WRONG = [
@@ -291,6 +318,10 @@ CHOICE_WRONG = [
     (exponents_lost, "you allowed less loss than the task"),
     (fewest_mantissa_bits, "you tried few mantissa bits first|take the one with the most mantissa bits"),
     (one_format, "you tried one format only"),
+    (one_tower_is_enough, "you were content with one tower|look again at what may be lost"),
+    (bias_too_large, "the bias is 2^(e-1) - 1, not 2^(e-1):"),
+    (bias_too_small, "the bias is 2^(e-1) - 1, not 2^(e-1) - 2:"),
+    (scale_for_power, "return the power itself, not the scale"),
     (smallest_top, "the tower with the largest gradient limits|the largest gradient of all towers limits the scale"),
 ]
 """Answers with words of the sentences about them: the mistake's own and, where other mistakes about the same rule give

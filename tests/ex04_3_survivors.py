@@ -145,6 +145,34 @@ def early_normal(value, tiny, normal, *rest):
     return "normal" if normal - tiny < abs(value) < normal else right(value, tiny, normal, *rest)
 
 
+def with_exponents(low, top):
+    """Return the right answer but for powers of 2 at three borders: smallest subnormal and normal number, and max."""
+
+    def survivors(values, exponent_bits, mantissa_bits):
+        tiny, normal, largest, step = limits(exponent_bits, mantissa_bits)
+        subnormal_by, normal_by, top_by = (2.0 ** power(exponent_bits) for power in (*low, top))
+        return [right(x, tiny * subnormal_by, normal * normal_by, largest * top_by, step * top_by) for x in values]
+
+    return survivors
+
+
+def off_by(power):
+    return lambda exponent_bits: power
+
+
+STORED_0, RIGHT_BIAS = "stored exponent 0 is kept for subnormal", "the bias is 2^(e-1) - 1, not "
+SURVIVORS_BIASED = [
+    (with_exponents((off_by(-1), off_by(-1)), off_by(1)), RIGHT_BIAS + "2^(e-1):"),
+    (with_exponents((off_by(-1), off_by(-1)), off_by(-1)), RIGHT_BIAS + "2^(e-1):"),
+    (with_exponents((off_by(1), off_by(1)), off_by(-1)), RIGHT_BIAS + "2^(e-1) - 2:"),
+    (with_exponents((off_by(1), off_by(1)), off_by(1)), RIGHT_BIAS + "2^(e-1) - 2:"),
+    (with_exponents((lambda e: -(2 ** (e - 1)),) * 2, lambda e: 2 ** (e - 1)), RIGHT_BIAS + "2^e - 1:"),
+    (with_exponents((off_by(-1), off_by(-1)), off_by(0)), STORED_0),
+    (with_exponents((off_by(0), off_by(-1)), off_by(0)), STORED_0),
+]
+"""Answers with a wrong bias, or with 2^-bias for the smallest normal number, and words of the only reason."""
+
+
 LOW_TIE, HIGH_TIE = "half of the smallest number lies between", "half a step above max lies between"
 NORMAL_TIE = "half a step below the smallest normal number lies between"
 SURVIVORS_BY_REGION = [

@@ -512,7 +512,17 @@ RIGHT_RUNS = (by_function_with_parameters, by_function_with_a_dummy, by_hooks, b
 
 
 def variant(
-    *, dummy=True, state=True, put_back=True, detach=True, scale=1.0, forwards=1, backwards=1, record=False, hoard=False
+    *,
+    dummy=True,
+    state=True,
+    put_back=True,
+    detach=True,
+    scale=1.0,
+    forwards=1,
+    backwards=1,
+    record=False,
+    hoard=False,
+    overwrite=False,
 ):
     """An answer with one thing wrong."""
     made_again = []
@@ -544,6 +554,9 @@ def variant(
                         y = layer(y)
             if put_back:
                 torch.set_rng_state(now)
+            if overwrite:
+                for layer in ctx.part:
+                    layer.zero_grad()
             y.backward(grad * scale, retain_graph=hoard)
             if hoard:
                 made_again.append(y)
@@ -613,17 +626,18 @@ def no_result(layers, x, segments):
 
 
 WRONG_RUNS = {
-    "plain": (plain, "did not run again in backward", (0, 1)),
-    "library": (by_library, "torch.utils.checkpoint did the work", (0, 1)),
-    "reentrant without a dummy": (variant(dummy=False), "the weights do, not the input", (1, 4)),
+    "plain": (plain, "did not run again in backward", (0, 0)),
+    "library": (by_library, "torch.utils.checkpoint did the work", (0, 0)),
+    "reentrant without a dummy": (variant(dummy=False), "the weights do, not the input", (3, 3)),
     "masks not drawn again": (variant(state=False), "draw the same dropout masks again", (5, 5)),
     "generator not put back": (variant(put_back=False), "put its state back", (4, 5)),
     "input cut off": (variant(detach=False), "got no gradient", (1, 5)),
     "masks not drawn again, generator moved on": (
         variant(state=False, put_back=False),
         "draw the same dropout masks again",
-        (5, 5),
+        (4, 4),
     ),
+    "gradients overwritten": (variant(overwrite=True), "had before is lost", (4, 4)),
     "wrong scale": (variant(scale=2.0), "is wrong", (4, 4)),
     "forward twice": (variant(forwards=2), "each must run once", (0, 5)),
     "backward twice": (variant(backwards=2), "once is enough", (1, 5)),
@@ -631,7 +645,7 @@ WRONG_RUNS = {
     "keeps what it made again": (variant(hoard=True), "let go of it", (5, 5)),
     "each layer alone": (each_layer_alone, "as if each layer were a segment of its own", (5, 5)),
     "segments cut in two": (halves, "keeps the input of layer `start` alone", (5, 5)),
-    "without a graph": (without_graph, "did not run again in backward", (0, 1)),
+    "without a graph": (without_graph, "did not run again in backward", (0, 0)),
     "everything again": (everything_again, "are in no segment and ran again", (3, 5)),
     "segments only": (segments_only, "the output is not that of the chain", (0, 0)),
     "no result": (no_result, "return the output of the last layer", (0, 0)),

@@ -24,6 +24,7 @@ from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.presets import VLMShape
 from vlmcourse.state_offload import OffloadConfig
+from vlmcourse.train.export import CheckpointWeights
 from vlmcourse.train.trainer import Trainer
 
 NUM_STEPS = 3
@@ -172,6 +173,7 @@ def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder), name="nvme"))
     samples = awkward_samples()
     found: dict[str, Any] = {}
+    whole: dict[str, torch.Tensor] = {}
     for key, place in ("memory", "none"), ("files", "nvme"):
         options: dict[str, Any] = (
             {"nvme_path": str(folder / "swap"), "buffer_elements": 1_000_000} if place == "nvme" else {}
@@ -184,11 +186,15 @@ def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
                 of_run, ranks, model=model, train_data=samples, eval_data=samples[:1], show_progress=False
             )
             found[key] = [trainer.train_step().loss for _ in range(2)]
-            if place == "nvme":
+            if place == "none":
+                whole = gather_plain_state(trainer.model, trainer.shape)
+            else:
                 found["places"] = dataclasses.asdict(measure_state_places(trainer.model))
                 files = swap_files(trainer.model)
                 found["num_files"], found["num_bytes"], found["text"] = files.num_files, files.num_bytes, str(files)
-                trainer.save()
+                saved = CheckpointWeights(trainer.save())
+                is_close = {name: torch.allclose(saved[name], weight, atol=1e-6) for name, weight in whole.items()}
+                found["saved"] = saved.keys() == whole.keys() and all(is_close.values())
                 try:
                     trainer.resume()
                 except ValueError as error:

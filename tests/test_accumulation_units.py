@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,24 @@ def test_cuts_of_one_batch_have_one_gradient_and_less_to_keep() -> None:
     assert (
         costs[0].gradient_bytes == costs[1].gradient_bytes == 4 * sum(p.numel() for p in ch02.tiny_model().parameters())
     )
+
+
+def test_times_of_cuts_are_taken_in_turns_and_the_least_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def turns(runs: Any, num_runs: int) -> dict[Any, list[float]]:
+        for prepare, run in list(runs.values()) * num_runs:
+            prepare()
+            run()
+        return {name: [3.0 + name, 1.0 + name, 2.0 + name] for name in runs}
+
+    monkeypatch.setattr(ch02, "accumulate_gradients", lambda model, *_: done.append(f"{id(model)}"))
+    monkeypatch.setattr(ch02, "flat_gradient", lambda model: torch.ones(1))
+    monkeypatch.setattr(ch02, "seconds_in_turns", turns)
+    costs, _ = ch02.measure_cuts(2, (2, 1), repeats=2)
+    assert [cost.seconds for cost in costs] == [1.0, 2.0]
+    one, other, *timed = done
+    assert one != other and timed == [one, other] * 2
 
 
 def test_ragged_micro_batches_are_far_apart() -> None:

@@ -149,6 +149,7 @@ def test_state_in_files_trains_alike_and_its_files_are_counted(found: list[dict[
         assert (
             swap["text"].startswith(f"3 files with {swap['num_bytes']:,} bytes in ") and f"rank{rank}" in swap["text"]
         )
+        assert swap["saved"], "the checkpoint has the weights of the run, in files or not"
         assert "cannot be loaded with offload.optimizer = 'nvme'" in swap["resume"]
 
 

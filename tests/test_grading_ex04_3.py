@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
+import numpy as np
 import pytest
 from ex04_3_facts import FACTS_RIGHT, FACTS_WRONG, WRONG_BIASES
 from ex04_3_grading import SEEDS, grade_choice, reasons
-from ex04_3_survivors import SURVIVORS_BY_REGION, SURVIVORS_RIGHT, SURVIVORS_WRONG
+from ex04_3_survivors import SURVIVORS_BIASED, SURVIVORS_BY_REGION, SURVIVORS_RIGHT, SURVIVORS_WRONG, by_limits
 from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse.grading import ex04_3
@@ -81,6 +83,58 @@ def test_wrong_survivors_are_explained_in_each_part_of_the_range(function, all_w
     said = reasons(capsys.readouterr().out)
     assert len(said) == len(all_words)
     assert all(words in line for words, line in zip(all_words, said, strict=True)), said
+
+
+@pytest.mark.parametrize("tests", SEEDS)
+@pytest.mark.parametrize(("function", "words"), SURVIVORS_BIASED)
+def test_a_wrong_bias_fails_in_every_format_and_is_the_only_reason(function, words: str, tests: str, capsys) -> None:
+    for edges in (False, True):
+        assert ex04_3.check_survivors(function, 3, *SEEDS[tests], edges=edges) == 0
+        (said,) = reasons(capsys.readouterr().out)
+        assert words in said
+
+
+def test_plain_numbers_lie_in_both_octaves_at_each_border() -> None:
+    for case in make_gradients(7, 12, edges=False):
+        sizes = [abs(value) for value in case.values]
+        for border in (
+            case.form.smallest_subnormal / 2,
+            case.form.smallest_normal,
+            2.0 ** (case.form.max_exponent + 1),
+        ):
+            assert any(border / 2 < x < border for x in sizes) and any(border < x < 4 * border for x in sizes)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        lambda fates: np.array(fates),
+        lambda fates: map(str, fates),
+        lambda fates: (fate for fate in fates),
+        lambda fates: dict(enumerate(fates)).values(),
+    ],
+)
+def test_any_iterable_of_fates_is_a_list_of_them(style, capsys) -> None:
+    assert ex04_3.check_survivors(lambda v, e, m: style(by_limits(v, e, m)), 2, 1, 3) == 2
+    assert ex04_3.check_survivors(lambda v, e, m: style([*by_limits(v, e, m), "zero"]), 2, 1, 1) == 0
+    assert "numbers, not more of them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda fates: "".join(fates), "not a str"),
+        (lambda fates: set(fates), "not a set"),
+        (lambda fates: dict.fromkeys(fates), "not a dict"),
+        (lambda fates: itertools.repeat("zero"), "not more of them"),
+        (lambda fates: (1 / 0 for _ in fates), "ZeroDivisionError"),
+        (lambda fates: np.array([fates]), "not a ndarray"),
+        (lambda fates: [np.array([fate]) for fate in fates], "becomes"),
+    ],
+)
+def test_what_is_no_list_of_fates_is_named(answer, words: str, capsys) -> None:
+    assert ex04_3.check_survivors(lambda v, e, m: answer(by_limits(v, e, m)), 2, 1, 1) == 0
+    assert words in capsys.readouterr().out
 
 
 def test_the_right_fate_of_the_first_wrong_number_is_printed(capsys) -> None:

@@ -82,7 +82,17 @@ def test_a_fact_that_is_missing_or_text_is_told_so(capsys: Any) -> None:
     said = capsys.readouterr().out
     for words in ("'65504' is text: return a number", "None: return a number", "[3] is of type list: return a number"):
         assert said.count(words) == 1
-    assert said.count("the key is missing") == 2 and "is not missing" not in said
+    assert "your dict has no key 'smallest_normal', 'smallest_subnormal'\n" in said and said.count("small") == 2
+
+
+def test_keys_of_other_names_are_told_once_with_those_that_are_missing(capsys: Any) -> None:
+    def facts(exponent_bits: int, mantissa_bits: int, has_infinity: bool) -> dict[str, float]:
+        return {"Max": 1.0, "epsilon": 2.0**-mantissa_bits}
+
+    assert ex04_3.check_facts(facts, 5, seed=1) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert "your dict has no key 'max', 'smallest_normal'" in first and first.endswith("; it has 'Max' instead")
+    assert last == "1 of 5 facts right for all of 8 formats"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import inspect
 import itertools
 import re
 
+import nbformat
 import pytest
 import torch
-from lab04_1_answers import RIGHT_PLANS, RIGHT_RUNS, WRONG_PLANS, WRONG_RUNS, all_of_it, recursion_with_memory
-from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
+from lab04_1_answers import RIGHT_PLANS, RIGHT_RUNS, WRONG_PLANS, WRONG_RUNS, all_of_it, recursion_with_memory, walk
+from lab_cells import ROOT, hidden_seeds, read_cells, reference, run_blank, stated_points
 from torch import nn
 
 from vlmcourse.grading import lab04_1
@@ -122,6 +123,28 @@ def test_wrong_run_loses_points_and_is_named(name, capsys):
         assert fewest <= grade_run(function, tests) <= most
         said = capsys.readouterr()
         assert words in said.out and said.err == ""
+
+
+@pytest.mark.parametrize(("name", "part"), [("library", "calls"), ("no result", "output")])
+def test_a_part_that_was_not_judged_is_not_called_wrong(name, part, capsys):
+    grade_run(WRONG_RUNS[name][0], "visible")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
+    assert f"{part} wrong" in line and line.count("wrong") == 1 and line.count("not judged") >= 4
+
+
+def test_section_1s_function_pasted_as_it_is_earns_what_the_task_says():
+    chapter = nbformat.read(ROOT / "solutions/ch04_checkpointing/ch04_checkpointing.ipynb", as_version=4)
+    namespace: dict = {"torch": torch}
+    exec(next(cell.source for cell in chapter.cells if cell.id == "s1_by_hand"), namespace)
+
+    def run_chain(layers, x, segments):
+        for again, part in walk(layers, segments):
+            run = nn.Sequential(*part)
+            x = namespace["RunAgain"].apply(x, run, *run.parameters()) if again else run(x)
+        return x
+
+    assert grade_run(run_chain, "visible") == grade_run(run_chain) == 4
+    assert "worth 4 of the 6 points" in read_cells("solutions", EXERCISE)["lab04_1_run_task"].source
 
 
 def test_no_wrong_answer_is_told_nothing_and_enough_are_tried():

@@ -134,6 +134,8 @@ def test_ledger_under_checkpointing_names_what_is_kept_and_what_is_made_again(pa
 
 def test_ledger_leaves_no_hook_behind_and_wants_a_backward_pass(parts) -> None:
     model, optimizer, ids, tiles = parts
+    with pytest.raises(ValueError, match="saw no operation: run a step inside it"):
+        StepLedger(model).peak()
     with StepLedger(model) as ledger, torch.no_grad():
         model(ids, tiles)
     num_samples = len(ledger.samples)

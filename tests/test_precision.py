@@ -485,6 +485,8 @@ def test_the_finder_names_module_operation_and_sample(plant) -> None:
     if number is not None:
         assert found.samples == (case.batch.sample_ids[number],)
         assert case.batch.sample_ids[number] in str(found)
+    zero = {"log": ", a zero among them", "div": ", with a zero to divide by"}.get(found.op, "")
+    assert found.what.endswith(zero) and ("zero" in found.what) == bool(zero)
     assert all(p.grad is None or p.grad.isfinite().all() for p in case.model.parameters())
 
 

@@ -169,7 +169,28 @@ def test_an_operation_in_place_is_found_with_the_numbers_it_had() -> None:
     found = find_nonfinite(
         model, batch, loss_of=lambda m, b: m(torch.ones(2)).mul(0).add(3).div_(torch.zeros(())).sum()
     )
-    assert found is not None and (found.op, found.what) == ("div_", "inf in fp32 from numbers up to 3")
+    assert found is not None and (found.op, found.what) == (
+        "div_",
+        "inf in fp32 from numbers up to 3, with a zero to divide by",
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "what"),
+    [
+        (lambda x: (x * torch.tensor([0.0, 3.0])).log().sum(), "-inf in fp32 from numbers up to 3, a zero among them"),
+        (lambda x: (x * torch.tensor([0.0, 3.0])).log_().sum(), "-inf in fp32 from numbers up to 3, a zero among them"),
+        (lambda x: x.sum() / torch.tensor(0), "inf in fp32 from numbers up to 2, with a zero to divide by"),
+        (lambda x: x.sum() / 0, "inf in fp32 from numbers up to 2, with a zero to divide by"),
+        (lambda x: (x * torch.tensor([0.0, 3e38]) / 1e-3).sum(), "inf in fp32 from numbers up to 3e+38"),
+    ],
+)
+def test_the_zero_that_a_logarithm_or_a_division_cannot_take_is_told(loss_of: Any, what: str) -> None:
+    model, (batch,) = nn.Linear(2, 2, bias=False), build("fp32").load_step(0)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+    found = find_nonfinite(model, batch, loss_of=lambda m, b: loss_of(m(torch.ones(2))))
+    assert found is not None and found.what == what
 
 
 def test_the_first_micro_batch_with_a_fault_is_named() -> None:

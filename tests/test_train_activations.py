@@ -236,6 +236,17 @@ def test_segments_that_leave_blocks_out_or_do_not_exist_are_refused() -> None:
             cover_blocks(tower, segments)
 
 
+@pytest.mark.parametrize("wrong", ["full", [(0, 2)], [0, 1]])
+def test_what_is_no_segment_is_refused_and_the_tower_stays_as_it_was(wrong: Any) -> None:
+    tower = Chain(4)
+    cover_blocks(tower, plan_segments("full", 4))
+    with pytest.raises(ValueError, match="must be `Segment`s; after the tower, give what plan_segments"):
+        cover_blocks(tower, wrong)
+    assert covered_blocks(tower) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="this list needs its layers in an nn.ModuleList called `blocks`"):
+        cover_blocks(plan_segments("full", 4), tower)  # type: ignore[arg-type]
+
+
 class Layer(nn.Module):
     """A block with dropout, which counts its calls and remembers the masks."""
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("vlmcourse.commands.train", "train a model as a TOML file says, on one process or several ranks"),
     "doctor": ("vlmcourse.commands.doctor", "show what this machine has, and a fix for what is missing"),
     "launch": ("vlmcourse.commands.launch", "write what starts a run on several machines: Slurm, Kubernetes, torchrun"),
+    "export": ("vlmcourse.commands.export", "write a run's checkpoint as a Hugging Face folder"),
     "explain": ("vlmcourse.commands.explain", "explain a ds_config.json key by key, and what is wrong with it"),
     "grade": ("vlmcourse.commands.grade", "grade a notebook, or a folder of them, in isolation"),
     "demo": ("vlmcourse.commands.demo", "train on two ranks, run chapter 1, grade two submissions; a table at the end"),

@@ -22,6 +22,7 @@ from vlmcourse.monitor.storages import OTHER, Entry, StorageBook
 
 NUM_ROWS = 256
 WIDTH = 32
+GRADIENTS = ("gradients", "")
 INPUT_BYTES = NUM_ROWS * WIDTH * 4
 """Of every layer's input: more than an answer may keep besides what the library keeps."""
 
@@ -54,11 +55,14 @@ class RunCase:
     segments: tuple[tuple[int, int], ...]
     dropout: float = 0.0
     needs_input_gradient: bool = False
+    has_gradients: bool = False
+    """Whether weights have gradients already, as from the micro-batch before."""
     seed: int = 0
 
     def __str__(self) -> str:
         kinds = ["dropout"] if self.dropout else []
         kinds += [] if self.needs_input_gradient else ["an input without gradient"]
+        kinds += ["weights that have gradients already"] if self.has_gradients else []
         return f"{len(self.hidden)} layers, segments {list(self.segments)}" + (f", {', '.join(kinds)}" if kinds else "")
 
     def build(self) -> tuple[list[ChainLayer], Tensor, Tensor]:
@@ -66,6 +70,8 @@ class RunCase:
         generator = torch.Generator().manual_seed(self.seed)
         layers = [ChainLayer(hidden, self.dropout, generator) for hidden in self.hidden]
         x = torch.randn(NUM_ROWS, WIDTH, generator=generator).requires_grad_(self.needs_input_gradient)
+        for weight in (p for layer in layers if self.has_gradients for p in layer.parameters()):
+            weight.grad = torch.randn(weight.shape, generator=generator)
         return layers, x, torch.randn(NUM_ROWS, WIDTH, generator=generator)
 
     @property
@@ -80,12 +86,15 @@ class RunRecord:
 
     output: Any = None
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    """As they are afterwards; None where backward brought none."""
+    earlier: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients that were there before."""
     calls_forward: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     kept: int = 0
-    """Bytes alive when forward has ended, besides what was there before."""
+    """Bytes alive when forward has ended, besides what was there before and is no gradient."""
     peak: int = 0
-    """Bytes alive at most in backward, besides what was there before."""
+    """Bytes alive at most in backward, besides what was there before and is no gradient."""
     other_masks: list[int] = field(default_factory=list)
     """Layers that ran again with another dropout mask than in forward."""
     draw: float = 0.0
@@ -95,7 +104,7 @@ class RunRecord:
 
 
 def make_runs(seed: int) -> list[RunCase]:
-    """Return four cases: plain, the first layers covered, with dropout and gaps, and nothing covered.
+    """Return four cases: with earlier gradients, the first layers covered, with dropout and gaps, and nothing covered.
 
     In each that is covered some segment has three layers or more: one by one they would keep two inputs more.
     """
@@ -107,7 +116,13 @@ def make_runs(seed: int) -> list[RunCase]:
     first = rng.randrange(3, 5)
     gap = rng.randrange(1, 3)
     return [
-        RunCase(hidden=hidden(8), segments=((1, 4), (4, 7)), needs_input_gradient=True, seed=rng.randrange(10**6)),
+        RunCase(
+            hidden=hidden(8),
+            segments=((1, 4), (4, 7)),
+            needs_input_gradient=True,
+            has_gradients=True,
+            seed=rng.randrange(10**6),
+        ),
         RunCase(hidden=hidden(5), segments=((0, first),), seed=rng.randrange(10**6)),
         RunCase(
             hidden=hidden(6 + gap),
@@ -136,8 +151,12 @@ def record_run(function: Any, case: RunCase, *, allow_library: bool = False) -> 
         sizes.append(sum(size for owner, size in book.live_bytes.items() if owner != OTHER))
 
     book = StorageBook("cpu", after_operation)
-    for tensor in (x, gradient, *(p for layer in layers for p in layer.parameters())):
+    weights = {f"layer {i}: {name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    record.earlier = {name: p.grad.clone() for name, p in weights.items() if p.grad is not None}
+    for tensor in (x, gradient, *weights.values()):
         book.enter(tensor, OTHER)
+    for tensor in (p.grad for p in weights.values() if p.grad is not None):
+        book.enter(tensor, GRADIENTS)  # counted, so that adding in place and p.grad = p.grad + more are alike
     with _watch_library(record, allow_library), book:
         output = function(list(layers), x, list(case.segments))  # lists of its own, which it may use up
         record.kept = sum(size for owner, size in book.live_bytes.items() if owner != OTHER)
@@ -149,11 +168,17 @@ def record_run(function: Any, case: RunCase, *, allow_library: bool = False) -> 
     record.peak = max(sizes)
     record.calls = [layer.num_calls for layer in layers]
     record.other_masks = [i for i, layer in enumerate(layers) if len(set(layer.masks)) > 1]
-    record.gradients = {f"layer {i}: {n}": p.grad for i, of in enumerate(layers) for n, p in of.named_parameters()}
+    record.gradients = {name: _unless_as_before(p.grad, record.earlier.get(name)) for name, p in weights.items()}
     if case.needs_input_gradient:
         record.gradients["the input"] = x.grad
     record.draw = float(torch.rand(()))
     return record
+
+
+def _unless_as_before(gradient: Tensor | None, earlier: Tensor | None) -> Tensor | None:
+    """Return a gradient, or None where it is still the one that was there before."""
+    is_same = gradient is not None and earlier is not None and torch.equal(gradient, earlier)
+    return None if is_same else gradient
 
 
 def _go_back(output: Tensor, gradient: Tensor, record: RunRecord) -> None:

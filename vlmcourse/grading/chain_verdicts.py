@@ -11,8 +11,8 @@ from torch import Tensor
 from vlmcourse.grading.chain_runs import RunCase, RunRecord, record_run, run_reference
 from vlmcourse.grading.checks import Outcome
 
-SHARES = {"output": 1, "gradients": 2, "calls": 1, "bytes": 1, "randomness": 1}
-"""Of six parts; all but the first count only where covered layers really ran again in backward."""
+SHARES = {"output": 0, "gradients": 2, "calls": 1, "bytes": 1, "masks": 1, "generator": 1}
+"""Of six points; they count only where the output is right and covered layers really ran again in backward."""
 TOLERANCE = 1e-5
 """Relative length of a gradient's difference: fp32 sums in another order."""
 STATE_BYTES = 5056
@@ -30,7 +30,7 @@ NOT_RECORDED = (
 
 
 def judge_run(outcome: Outcome, case: RunCase) -> dict[str, str]:
-    """Return what is wrong with one run, by part."""
+    """Return what is wrong with one run, by part; "" for a part that could not be judged."""
     if outcome.error:
         return dict.fromkeys(SHARES, "") | {"output": f"{outcome.error}"}
     got: RunRecord = outcome.value
@@ -47,7 +47,8 @@ def judge_run(outcome: Outcome, case: RunCase) -> dict[str, str]:
             "; with dropout, masks are drawn in the order of the layers, once" if case.dropout else ""
         )
     if got.used_library:
-        return found | dict.fromkeys(SHARES, "") | {"output": "", "calls": f"{LIBRARY}: here you write it yourself"}
+        others = {part: "" for part in SHARES if part != "output"}
+        return others | found | {"calls": f"{LIBRARY}: here you write it yourself"}
     found |= _judge_gradients(got, expected, case)
     found |= _judge_randomness(got, expected, case)
     found |= _judge_calls(got, expected, case)
@@ -104,23 +105,28 @@ def _judge_gradients(got: RunRecord, expected: RunRecord, case: RunCase) -> dict
         # Where masks differ so must gradients: the chains without dropout tell whether they are right.
         if want is not None and not got.other_masks and not _is_near(gradient, want):
             found["gradients"] = f"the gradient of {name} is wrong"
+            if name in got.earlier and _is_near(gradient, want - got.earlier[name]):
+                found["gradients"] = (
+                    f"the gradient that {name} had before is lost: backward must add to .grad, as with accumulation"
+                )
             break
     return found
 
 
 def _judge_randomness(got: RunRecord, expected: RunRecord, case: RunCase) -> dict[str, str]:
     """Compare masks of the two runs of a layer, and where the generator is afterwards."""
+    found: dict[str, str] = {}
     if got.other_masks:
-        return {
-            "randomness": f"layers {got.other_masks} ran again with other dropout masks, so their gradients are of "
-            "another function: recomputation must draw the same dropout masks again"
-        }
+        found["masks"] = (
+            f"layers {got.other_masks} ran again with other dropout masks, so their gradients are of another function: "
+            "recomputation must draw the same dropout masks again"
+        )
     if case.dropout and case.segments and got.draw != expected.draw:
-        return {
-            "randomness": "after the step the generator is not where it would be without recomputation: put its state "
-            "back once the masks have been drawn again"
-        }
-    return {}
+        found["generator"] = (
+            "after the step the generator is not where it would be without recomputation: put its state back once the "
+            "masks have been drawn again"
+        )
+    return found
 
 
 def _judge_calls(got: RunRecord, expected: RunRecord, case: RunCase) -> dict[str, str]:

@@ -90,6 +90,7 @@ Enough = Callable[[Sequence[Mapping[int, int]], int, float], bool]
 LOST_BY: Mapping[str, Enough] = {
     "each": _all_lose,
     "together": lambda towers, lowest, allowed: lost(_merge(towers), lowest) <= allowed,
+    "any": lambda towers, lowest, allowed: any(lost(t, lowest) <= allowed for t in towers),
     "mean": lambda towers, lowest, allowed: sum(lost(t, lowest) for t in towers) / len(towers) <= allowed,
     "first": lambda towers, lowest, allowed: _all_lose(towers[:1], lowest, allowed),
     "last": lambda towers, lowest, allowed: _all_lose(towers[-1:], lowest, allowed),
@@ -117,6 +118,7 @@ def choose(
     powers: bool = True,
     only: str = "",
     off: int = 0,
+    bias: int = 0,
 ) -> Answer:
     """Return the right answer, or what a learner with some mistakes would choose.
 
@@ -133,13 +135,14 @@ def choose(
         powers: try more than power 0.
         only: the one tower that is looked at.
         off: exponents too many at the top.
+        bias: what is added to the bias, for both ends.
     """
     towers = [counts for name, counts in case.towers.items() if not only or name == only]
     highest = (min if top == "smallest" else max)(max(counts) for counts in towers)
     for name, exponent_bits, mantissa_bits in sorted(case.formats, key=order)[: 1 if first_only else None]:
         form = spec(exponent_bits, mantissa_bits)
-        room = form.max_exponent + off - case.headroom * headroom - highest
-        lowest = form.min_exponent - (0 if normal else mantissa_bits + rounded)
+        room = form.max_exponent + off + bias - case.headroom * headroom - highest
+        lowest = form.min_exponent - bias - (0 if normal else mantissa_bits + rounded)
         last = (MOST_POWERS if top == "none" else room) if powers else min(room, 0)
         works = functools.partial(_works, towers, lowest, LOST_BY[lost_by], case.max_lost)
         # A larger power loses less: where the last one loses too much, all do; the first that works is bisected.

@@ -50,6 +50,10 @@ CHOICE_MISTAKES: Sequence[tuple[str, Mapping[str, Any]]] = (
         {"lost_by": "together"},
     ),
     (
+        "you were content with one tower: the one that loses most decides, as each may lose at most max_lost",
+        {"lost_by": "any"},
+    ),
+    (
         "you took the mean over the towers: one that loses much hides behind those that lose nothing; look at each",
         {"lost_by": "mean"},
     ),
@@ -90,6 +94,8 @@ CHOICE_MISTAKES: Sequence[tuple[str, Mapping[str, Any]]] = (
     (LANGUAGE_ONLY, {"lost_by": "last"}),
     ("the largest exponent of a format is 2^(e-1) - 1, the bias: the one above is kept for infinities", {"off": 1}),
     ("e + power + headroom may be as large as the bias: you left one exponent unused", {"off": -1}),
+    ("the bias is 2^(e-1) - 1, not 2^(e-1): both ends of a format follow from it", {"bias": 1}),
+    ("the bias is 2^(e-1) - 1, not 2^(e-1) - 2: both ends of a format follow from it", {"bias": -1}),
 )
 """What to say, and the arguments of `choose` that give the mistake's answers."""
 ONE_OF_SEVERAL = {
@@ -112,6 +118,8 @@ def explain_choices(answers: Answers) -> str:
         return _same_for_all(answers[0][1])
     if any(got and got[1] < 0 for _, got in answers):
         return "power is 0 or larger: where no scale is needed, it is 0"
+    if all(got == (best and (best[0], 2 ** best[1])) for case, got in answers for best in [case.answer()]):
+        return "return the power itself, not the scale 2^power"
     if all((got == case.answer()) == (case.answer() is not None) for case, got in answers):
         return "where nothing works, return None"
     single = {sentence: changes for sentence, changes in CHOICE_MISTAKES if _gives(changes, answers)}

@@ -6,9 +6,11 @@ names the misconception. The hidden tests ask the same generators under another 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import NoneType
 from typing import Any
 
 from vlmcourse.grading.checks import Outcome, award, call, explain_signature, show_first
@@ -57,6 +59,7 @@ def check_facts(function: Any, points: float, seed: int, num_cases: int = 8) -> 
         printed.append((outcome.printed, any(not _close(outcome.value.get(n), facts_of(form)[n]) for n in FACTS)))
         answers.append((form, outcome.value))
     show_printed(printed)
+    _name_missing_keys(answers)
     bias = explain_bias(answers, _close)
     if bias:
         print(bias)
@@ -71,13 +74,25 @@ def _judge_fact(name: str, answers: Sequence[tuple[FloatFormat, Mapping[str, Any
     if not wrong:
         return True
     form, got = wrong[0]
+    if any(name not in given for _, given in answers):
+        return False  # said once, of all such keys
     if _number(got) is None:
-        has_key = next(name in given for of_answer, given in answers if of_answer is form)
-        print(f"{name} of {_describe(form)}: {_name_non_number(got) if has_key else 'the key is missing'}")
+        print(f"{name} of {_describe(form)}: {_name_non_number(got)}")
         return False
     why = "" if explained else explain(wrong, FACT_MISTAKES[name], _close)
     print(f"{name} of {_describe(form)} is not {_number(got):.6g}" + (f": {why}" if why else ""))
     return False
+
+
+def _name_missing_keys(answers: Sequence[tuple[FloatFormat, Mapping[str, Any]]]) -> None:
+    """Print which keys the first answer without some lacks, and which it has instead."""
+    for form, given in answers:
+        missing = [name for name in FACTS if name not in given]
+        if missing:
+            others = ", ".join(f"{key!r:.40}" for key in given if key not in FACTS)
+            has = f"; it has {others} instead" if others else ""
+            print(f"{_describe(form)}: your dict has no key {', '.join(map(repr, missing))}{has}")
+            return
 
 
 def _name_non_number(got: Any) -> str:
@@ -132,7 +147,7 @@ def check_survivors(function: Any, points: float, seed: int, num_cases: int = 6,
     cases = make_gradients(seed, num_cases, edges)
     for case in cases:
         form = case.form
-        outcome = call(function, list(case.values), form.exponent_bits, form.mantissa_bits)
+        outcome = call(_listing(function), list(case.values), form.exponent_bits, form.mantissa_bits)
         if outcome.unsolved:
             print("survivors is not solved yet")
             show_printed([(outcome.printed, True)])
@@ -161,12 +176,28 @@ def _first_wrong_fate(case: Gradients, given: Sequence[Any]) -> str:
     return ""
 
 
+def _listing(function: Any) -> Any:
+    """Return a function whose result, where it has an order and is no text, is a list of at most one item too many."""
+
+    def listing(values: list[float], exponent_bits: int, mantissa_bits: int) -> Any:
+        most = len(values) + 1
+        found = function(values, exponent_bits, mantissa_bits)
+        if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping, Set)):
+            return found
+        items: list[Any] = list(itertools.islice(found, most))
+        if not isinstance(found, Sequence) and not any(isinstance(item, str) for item in items):
+            return found  # such as a tensor of numbers
+        return [item if isinstance(item, (str, int, float, NoneType)) else f"{item!r:.20}" for item in items]
+
+    return listing
+
+
 def _no_list(value: Any, length: int) -> str:
     """Say what came in place of a list of so many items; "" if it did."""
     wanted = f"return a list with one of {', '.join(FATES)} for each of the {length} numbers, not "
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, list):
         return wanted + ("None" if value is None else f"a {type(value).__name__}")
-    return "" if len(value) == length else f"{wanted}{len(value)} of them"
+    return "" if len(value) == length else f"{wanted}{len(value) if len(value) < length else 'more'} of them"
 
 
 def check_choices(function: Any, level: str, points: float, seed: int, num_cases: int = 6) -> float:

@@ -100,6 +100,16 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
             "2^e - 1",
             lambda f: f.max / 2,
         ),
+        *(
+            (
+                "a stored exponent is not the exponent yet: subtract the bias, 2^(e-1) - 1",
+                lambda f, all_ones=all_ones, power=power: (
+                    (1.0 if power else 2 - f.epsilon) * 2.0 ** (2**f.exponent_bits - 2 + all_ones)
+                ),
+            )
+            for all_ones in (0, 1)
+            for power in (False, True)
+        ),
         (
             "(2 - 2^-m): you subtracted another step than the last bit of the mantissa",
             lambda f: (2 - f.epsilon / 2) * 2.0**f.max_exponent,
@@ -127,6 +137,10 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
             lambda f: f.smallest_subnormal * 2,
         ),
         (
+            "this is epsilon, the step at 1: the smallest subnormal number is the step at the smallest normal one",
+            lambda f: f.epsilon,
+        ),
+        (
             "half of the smallest normal number is subnormal, but not the smallest: that is one step, 2^-m of the "
             "smallest normal number",
             lambda f: f.smallest_normal / 2,
@@ -139,6 +153,8 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
         ),
         ("epsilon is 2^-m: the leading 1 is not among the stored bits", lambda f: f.epsilon * 2),
         ("this is a step at the smallest numbers: epsilon is the step at 1", lambda f: f.smallest_subnormal),
+        ("this is the step at max: epsilon is the step at 1", lambda f: f.step_at(f.max)),
+        ("this is the step at the largest numbers: epsilon is the step at 1", lambda f: f.epsilon * 2.0**f.bias),
     ),
     "decimal_digits": (
         (
@@ -152,6 +168,18 @@ FACT_MISTAKES: Mapping[str, Sequence[Mistake]] = {
             "these are the decimal digits that survive a round trip (C's FLT_DIG): asked are the significant bits, the "
             "leading 1 included, in decimal digits, not rounded down",
             lambda f: math.floor(f.mantissa_bits * math.log10(2)),
+        ),
+        (
+            "the leading 1 is a bit more, not a decimal digit more: m + 1 bits, times log10(2)",
+            lambda f: 1 + f.mantissa_bits * math.log10(2),
+        ),
+        (
+            "sign and exponent bits say nothing about digits: only the m bits of the mantissa and the leading 1 count",
+            lambda f: f.bits * math.log10(2),
+        ),
+        (
+            "exponent bits say nothing about digits: only the m bits of the mantissa and the leading 1 count",
+            lambda f: (f.bits - 1) * math.log10(2),
         ),
         ("these are bits, not decimal digits: multiply by log10(2)", lambda f: f.significant_bits),
         ("log10, not ln: a decimal digit is a factor of 10", lambda f: f.significant_bits * math.log(2)),

@@ -68,12 +68,21 @@ def make_gradients(seed: int, num_cases: int, edges: bool) -> list[Gradients]:
 
 
 def _plain_numbers(form: FloatFormat, draw: random.Random) -> list[float]:
-    """Return numbers well inside each of the four ranges, and zero."""
+    """Return numbers of each of the four ranges that rounding does not carry into another, and zero.
+
+    Some lie in the octaves next to a border, so that a border which is off by a factor of 2 is wrong in every format.
+    """
     low, normal, high = (math.log2(x) for x in (form.smallest_subnormal, form.smallest_normal, form.max))
-    found = [2 ** draw.uniform(low - 12, low - 2) for _ in range(3)]
-    found += [2 ** draw.uniform(low + 0.1, normal - 0.6) for _ in range(3)]
-    found += [2 ** draw.uniform(normal + 0.1, high - 0.6) for _ in range(5)]
-    found += [2 ** draw.uniform(high + 1, high + 6) for _ in range(2)] + [0.0]
+    found = [2 ** draw.uniform(low - 12, low - 2) for _ in range(2)]
+    found += [2 ** draw.uniform(low + 0.1, normal - 0.6)]
+    found += [2 ** draw.uniform(normal + 0.1, high - 0.6) for _ in range(3)]
+    found += [2 ** draw.uniform(high + 1, high + 6), 0.0]
+    for border, below, above in (
+        (form.smallest_subnormal, (0.3, 0.45), (1.1, 1.9)),
+        (form.smallest_normal, (0.55, 0.8), (1.1, 1.9)),
+        (2.0 ** (form.max_exponent + 1), (0.55, 0.8), (1.1, 1.9)),
+    ):
+        found += [border * draw.uniform(*below), border * draw.uniform(*above)]
     draw.shuffle(found)
     return found
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vlmcourse.grading.fact_feedback import BIASES
 from vlmcourse.grading.format_cases import Gradients, spec
 from vlmcourse.planner.formats import FloatFormat
 
@@ -38,12 +39,48 @@ def _exponent_only(form: FloatFormat, value: float) -> str:
     return _cut_off(form, value, math.nextafter(2.0 ** (form.max_exponent + 1), 0.0))
 
 
+def _with_exponents(form: FloatFormat, value: float, tiny: int, normal: int, largest: int) -> str:
+    """Judge rightly but for the exponents of the smallest subnormal, the smallest normal and the largest number."""
+    size, half = abs(value), 2.0 ** (tiny - 1)
+    if size <= half or size < 2.0**normal - half:
+        return "zero" if size <= half else "subnormal"
+    return "normal" if size < (2 - form.epsilon / 2) * 2.0**largest else "overflow"
+
+
+def _with_bias(bias: Callable[[int], int], top_by_bias: bool) -> Judge:
+    """Judge by a wrong bias, from which the largest exponent either is taken or is counted down to."""
+
+    def judge(form: FloatFormat, value: float) -> str:
+        wrong = bias(form.exponent_bits)
+        top = wrong if top_by_bias else 2**form.exponent_bits - 2 - wrong
+        return _with_exponents(form, value, 1 - wrong - form.mantissa_bits, 1 - wrong, top)
+
+    return judge
+
+
+def _stored_0_normal(form: FloatFormat, value: float, below: int = 1) -> str:
+    """Take 2^-bias for the smallest normal number, and that of exponent `below` less than 1 - bias for subnormal."""
+    lowest = form.min_exponent
+    return _with_exponents(form, value, lowest - below - form.mantissa_bits, lowest - 1, form.max_exponent)
+
+
 def _instead(wrong: str, *, of: str) -> Judge:
     """Judge rightly, but for one fate."""
     return lambda f, x: wrong if f.fate(x) == of else f.fate(x)
 
 
+_STORED_0 = (
+    "stored exponent 0 is kept for subnormal numbers: the smallest normal number is 2^(1 - bias), not 2^-bias, and the "
+    "smallest subnormal one 2^(1 - bias - m)"
+)
 WHOLE_MISTAKES: Sequence[tuple[str, Judge]] = (
+    *(
+        (f"the bias is 2^(e-1) - 1, not {written}: all borders between the ranges follow from it", judge)
+        for written, bias in BIASES
+        for judge in (_with_bias(bias, True), _with_bias(bias, False))
+    ),
+    (_STORED_0, _stored_0_normal),
+    (_STORED_0, lambda f, x: _stored_0_normal(f, x, below=0)),
     ("take the size of a number: negative gradients survive like positive ones", _sign_kept),
     ("the first number of bits is the exponent's, the second the mantissa's", _bits_swapped),
     (

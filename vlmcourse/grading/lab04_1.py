@@ -176,9 +176,10 @@ def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) ->
     if wrong_signature:
         print(wrong_signature)
         return 0.0
-    right = dict.fromkeys(SHARES, True)
+    verdicts = dict.fromkeys(SHARES, "right")
     said: list[str] = []
     printed: list[tuple[str, object]] = []
+    ran_again = False
     for case in make_runs(seed):
         outcome = call(record_run, function, case, limit_s=limit_s, advice=TOO_LONG)
         if outcome.unsolved:
@@ -187,16 +188,20 @@ def check_run(function: Any, points: float, seed: int, limit_s: float = 20.0) ->
             return 0.0
         problems = judge_run(outcome, case)
         printed.append((outcome.printed, problems))
+        calls = problems.get("calls", "right")  # "" where they were not judged
+        ran_again |= bool(case.segments and calls) and not any(text in calls for text in (NOT_AGAIN, LIBRARY))
         for part, problem in problems.items():
-            right[part] = False
+            if problem or verdicts[part] == "right":
+                verdicts[part] = "wrong" if problem else "not judged"
             if problem and problem not in said:
                 said.append(problem)
                 print(f"{case}: {problem}")
         if outcome.timed_out:
             break  # the others would take as long
     show_printed(printed)
-    earned = sum(share for part, share in SHARES.items() if right[part]) if right["output"] else 0
-    if not right["calls"] and any(text in line for line in said for text in (NOT_AGAIN, LIBRARY)):
-        earned = min(earned, 1)
-    print("run: " + ", ".join(f"{part} {'right' if ok else 'wrong'}" for part, ok in right.items()))
+    print("run: " + ", ".join(f"{part} {verdict}" for part, verdict in verdicts.items()))
+    if verdicts["output"] == "right" and not ran_again:
+        print("no part counts: in no chain your own code ran all covered layers again")
+    counts = verdicts["output"] == "right" and ran_again
+    earned = sum(share for part, share in SHARES.items() if counts and verdicts[part] == "right")
     return award(points, earned, sum(SHARES.values()))

@@ -7,9 +7,10 @@ to the notebook. Everything that a run needs is in the package itself.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.labs.ch01 import flat_gradient, relative_error
+from vlmcourse.labs.chain import seconds_in_turns
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.parallel.comm import sum_over_ranks
@@ -200,16 +202,16 @@ class StepCost:
     """The most that was kept for backward at once."""
     gradient_bytes: int
     seconds: float
-    """The fastest of a few."""
+    """The least of a few, taken in turns with the other cuts; see `seconds_in_turns`."""
 
 
-def measure_cuts(num_samples: int, micro_batch_sizes: Sequence[int], repeats: int = 2) -> tuple[list[StepCost], float]:
+def measure_cuts(num_samples: int, micro_batch_sizes: Sequence[int], repeats: int = 3) -> tuple[list[StepCost], float]:
     """Run the same samples through the tiny model in micro-batches of several sizes, in this process.
 
     Args:
         num_samples: of the step; all with four questions.
         micro_batch_sizes: each divides `num_samples`.
-        repeats: passes of which the fastest counts.
+        repeats: passes of each cut, of which the fastest counts; the cuts take turns.
 
     Returns:
         The cost of each cut, and the largest relative difference between the gradients of two of them.
@@ -227,20 +229,19 @@ def measure_cuts(num_samples: int, micro_batch_sizes: Sequence[int], repeats: in
     collate = build_collator()
     samples = DigitsDataset(num_samples, 0, "train", num_turns=NUM_TURNS)[:]
     place = alone(Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none"))
-    costs, gradients = [], []
-    for size in micro_batch_sizes:
+    found: list[tuple[int, int, int]] = []
+    gradients: list[Tensor] = []
+    turns: dict[Any, Any] = {}
+    for number, size in enumerate(micro_batch_sizes):
         model, batches = build_model(get_model("tiny"), seed=0), cut(samples, collate, size)
         with ActivationMeter() as meter:
             accumulate_gradients(model, batches, place, "fp32")
         gradients.append(flat_gradient(model))
-        seconds = []
-        for _ in range(repeats):
-            model.zero_grad(set_to_none=True)
-            started_s = time.perf_counter()
-            accumulate_gradients(model, batches, place, "fp32")
-            seconds.append(time.perf_counter() - started_s)
-        gradient_bytes = measure_waiting_bytes(model)
-        costs.append(StepCost(size, len(batches), meter.peak_bytes, gradient_bytes, min(seconds)))
+        found.append((len(batches), meter.peak_bytes, measure_waiting_bytes(model)))
+        run = partial(accumulate_gradients, model, batches, place, "fp32")
+        turns[number] = partial(model.zero_grad, set_to_none=True), run
+    seconds = seconds_in_turns(turns, repeats)
+    costs = [StepCost(size, *found[i], min(seconds[i])) for i, size in enumerate(micro_batch_sizes)]
     return costs, max(relative_error(gradient, gradients[0]) for gradient in gradients)
 
 

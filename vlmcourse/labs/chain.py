@@ -2,7 +2,7 @@
 
 Enters: lengths, or things to run. Leaves: measurements as plain data. Times are seconds on a GPU, and on a CPU the
 processor seconds of this process: waiting for other programs does not count, caches shared with them do. What is
-compared takes turns, and the least and the greatest of the repeats are both told. Chapter 4.
+compared takes turns, and the least and the greatest of the repeats are both told. Chapters 2 and 4.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -134,25 +134,25 @@ def save_hf_folder(
         path: the folder, made if need be.
         tokenizer_dir: a folder whose tokenizer files are copied along.
         state_dict: whole weights under the names of `model.state_dict()`, for a model that holds only parts of them.
+            Each is asked for once, in order, so that they may come from a file one by one.
         max_shard_bytes: size from which a new file is begun.
 
     Raises:
         FileNotFoundError: if `tokenizer_dir` holds no tokenizer.
         ValueError: if `state_dict` does not name every weight.
     """
-    ours = dict(model.state_dict() if state_dict is None else state_dict)
-    expected = {name: None for name in model.state_dict()}
-    if ours.keys() != expected.keys():
-        raise ValueError(f"state_dict must have the names of the model's: {_few(ours.keys() ^ expected.keys())} differ")
+    ours = model.state_dict() if state_dict is None else state_dict
+    names = model.state_dict().keys()
+    if ours.keys() != names:
+        raise ValueError(f"state_dict must have the names of the model's: {_few(ours.keys() ^ names)} differ")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer_dir is not None:
         _copy_tokenizer(Path(tokenizer_dir), folder)
-    weights = {hf_name(name): weight.detach().cpu().contiguous() for name, weight in ours.items()}
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = json.dumps(hf_config_from_shape(model.shape, dtype), indent=2)
+    weights = ((hf_name(name), ours[name].detach().cpu().contiguous()) for name in names)
+    dtype = _write_weights(folder, weights, max_shard_bytes)
+    config = json.dumps(hf_config_from_shape(model.shape, str(dtype).removeprefix("torch.")), indent=2)
     (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-    _write_weights(folder, weights, max_shard_bytes)
 
 
 def _disk_name(name: str) -> str:
@@ -216,33 +216,44 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
 
 
-def _write_weights(folder: Path, weights: Mapping[str, Tensor], max_shard_bytes: int) -> None:
-    """Write one file, or shards with an index; nothing of an older save is left."""
-    shards: list[dict[str, Tensor]] = [{}]
-    shard_bytes = 0
-    for name, weight in weights.items():
-        if shards[-1] and shard_bytes + weight.nbytes > max_shard_bytes:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = weight
-        shard_bytes += weight.nbytes
-    count = len(shards)
-    names = [WEIGHTS_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    stale = {*folder.glob("model*.safetensors"), *folder.glob(INDEX_FILE)}
+def _write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:
+    """Write one file, or shards with an index; nothing of an older save is left. Return the first weight's type."""
     # A loaded model may still be reading the old file, so that file must not be written to: replace it whole.
-    written = [folder / f"{name}.partial" for name in names]
-    for file, shard in zip(written, shards, strict=True):
-        save_file(shard, file, metadata={"format": "pt"})
+    stale = {*folder.glob("model*.safetensors"), *folder.glob(INDEX_FILE)}
+    dtypes: list[torch.dtype] = []
+    names_of: list[list[str]] = []
+    num_bytes = 0
+    for number, shard in enumerate(_fill_shards(weights, max_shard_bytes)):
+        save_file(shard, folder / f"{number}.partial", metadata={"format": "pt"})
+        dtypes += [weight.dtype for weight in shard.values()]
+        num_bytes += sum(weight.nbytes for weight in shard.values())
+        names_of.append(list(shard))
     for file in stale:
         file.unlink()
-    for file in written:
-        file.replace(file.with_suffix(""))
+    count = len(names_of)
+    files = [WEIGHTS_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for number, file in enumerate(files):
+        (folder / f"{number}.partial").replace(folder / file)
     if count > 1:
         index = {
-            "metadata": {"total_size": sum(weight.nbytes for weight in weights.values())},
-            "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+            "metadata": {"total_size": num_bytes},
+            "weight_map": {name: file for file, names in zip(files, names_of, strict=True) for name in names},
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return dtypes[0]
+
+
+def _fill_shards(weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield weights by name, as many at a time as have room in one file; one that has none is alone."""
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, weight in weights:
+        if shard and shard_bytes + weight.nbytes > max_shard_bytes:
+            yield shard
+            shard, shard_bytes = {}, 0
+        shard[name] = weight
+        shard_bytes += weight.nbytes
+    yield shard
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -176,7 +176,13 @@ class StepLedger:
         self._stack.close()
 
     def peak(self) -> Sample:
-        """Return the sample with the most bytes alive."""
+        """Return the sample with the most bytes alive.
+
+        Raises:
+            ValueError: if no step was watched yet.
+        """
+        if not self.samples:
+            raise ValueError("this ledger saw no operation: run a step inside it, in a `with` block")
         return max(self.samples, key=lambda sample: sample.total_bytes)
 
     def end_of_forward(self) -> Sample:

@@ -20,7 +20,6 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -39,10 +38,6 @@ from vlmcourse.parallel.engine_places import check_after_step, check_engine_offl
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.verify import check_equal_weights
 from vlmcourse.presets import VLMShape
-
-logger = logging.getLogger(__name__)
-TAG = "state"
-"""What DeepSpeed calls the checkpoint inside the folder that it is given."""
 
 
 def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -315,31 +310,3 @@ def gather_engine_state(engine: Any, *, gradients: bool = False) -> dict[str, Te
         return {name: gradient.to("cpu", copy=True) for name, gradient in found.items() if gradient is not None}
     with deepspeed.zero.GatheredParameters([p for _, p in named]):
         return {name: p.detach().to("cpu", copy=True) for name, p in named}
-
-
-# --- Checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def save_engine(engine: Any, folder: Path) -> None:
-    """Write weights and optimizer state as DeepSpeed does, each rank its shards; all ranks must call this."""
-    if engine.zero_nvme_offload_optimizer() and dist.get_rank() == 0:
-        logger.warning("offload.optimizer = 'nvme': this checkpoint keeps the weights; a run cannot go on from it")
-    engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-
-
-def load_engine(engine: Any, folder: Path) -> None:
-    """Overwrite weights and optimizer state with what `save_engine` wrote; all ranks must call this.
-
-    Raises:
-        ValueError: if the engine's or the checkpoint's optimizer state lies in files.
-        RuntimeError: if DeepSpeed finds nothing to load.
-    """
-    if engine.zero_nvme_offload_optimizer() or any((folder / TAG).glob("offloaded_tensors")):
-        raise ValueError(
-            f"the checkpoint {str(folder)!r} cannot be loaded with offload.optimizer = 'nvme', now or when it was "
-            "saved: DeepSpeed copies the files of the optimizer and leaves out Adam's count of steps and all that was "
-            "too small for a file; set offload.optimizer = 'cpu', and begin with a checkpoint that was saved so"
-        )
-    path, _ = engine.load_checkpoint(str(folder), tag=TAG)
-    if path is None:
-        raise RuntimeError(f"rank {dist.get_rank()}: DeepSpeed loaded nothing from {str(folder)!r}: its files are gone")

@@ -126,8 +126,14 @@ def cover_blocks(
 
     Raises:
         ValueError: if segments of several blocks leave blocks out, or a segment names a block that is not there; if
-            the tower has no list `blocks`.
+            the tower has no list `blocks`, or the segments are none.
     """
+    _list_of_blocks(tower)  # refuses what is no tower, such as segments given first
+    if any(not isinstance(segment, Segment) for segment in segments):
+        raise ValueError(
+            f"segments = {segments!r:.60}: must be `Segment`s; after the tower, give what "
+            "plan_segments(policy, number of blocks) returns"
+        )
     uncover_blocks(tower)
     blocks = dict(enumerate(block for _, block in _list_of_blocks(tower).named_children()))
     covered = [i for segment in segments for i in segment.blocks]

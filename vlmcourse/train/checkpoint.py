@@ -1,10 +1,10 @@
 """Save and load weights, optimizer state and progress, so that a stopped run goes on with the same losses.
 
-Enters: a model under any strategy. Leaves: `checkpoints/step_000100/` with PyTorch's distributed checkpoint (every rank
-writes its shards), `meta.json` beside it, and the file `checkpoints/latest` that names the newest. A checkpoint holds
-tensors by name and not by rank, in the sizes of the plain model, so it also loads on another number of ranks or under
-another plan. It is written under another name and renamed when complete: a kill at any moment leaves the previous one
-in use.
+Enters: a model under any strategy, a DeepSpeed engine among them. Leaves: `checkpoints/step_000100/` with PyTorch's
+distributed checkpoint (every rank writes its shards), `meta.json` beside it, and the file `checkpoints/latest` that
+names the newest. A checkpoint holds tensors by name and not by rank, in the sizes of the plain model, so it also loads
+on another number of ranks or under another plan. It is written under another name and renamed when complete: a kill at
+any moment leaves the previous one in use.
 """
 
 from __future__ import annotations
@@ -15,35 +15,32 @@ import logging
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.layout import DEEPSPEED
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.apply import named_plain_parameters, plain_parts
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.data import local_optimizer
-from vlmcourse.parallel.engines import load_engine, save_engine
+from vlmcourse.parallel.engine_state import EngineState, at_rest, collect_weights, find_nvme
 from vlmcourse.parallel.padding import plain_sizes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import is_engine
-from vlmcourse.train.folder import META_NAME, POINTER_NAME, read_meta
+from vlmcourse.train.folder import META_NAME, POINTER_NAME
 from vlmcourse.train.low_precision import LowPrecisionAdamW
-from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, readable_errors
+from vlmcourse.train.plain_checkpoint import PlainLoadPlanner, PlainSavePlanner, quiet_alone, readable_errors
 from vlmcourse.train.precision import BF16_WEIGHTS
 
 logger = logging.getLogger(__name__)
-ENGINE_FOLDER = "deepspeed"
-"""Where a checkpoint keeps what a DeepSpeed engine wrote, in the place of PyTorch's distributed checkpoint."""
 HARMLESS_CHANGES = (
     *("name", "output_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
     *("micro_batch_size", "accumulation_steps"),
@@ -84,13 +81,13 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)  # from a save that was killed
         partial.mkdir(parents=True)
     wait_for_all(ranks)
-    with _quiet_single(ranks), readable_errors(f"the checkpoint {str(final)!r} cannot be saved", "report this"):
-        if is_engine(model):
-            save_engine(model, partial / ENGINE_FOLDER)
-        else:
-            planner = PlainSavePlanner(_plain_sizes_of(model))
-            no_dist = ranks.world_size == 1
-            dcp.save(named_state(model, optimizer), checkpoint_id=partial, planner=planner, no_dist=no_dist)
+    with (
+        quiet_alone(ranks.world_size == 1),
+        readable_errors(f"the checkpoint {str(final)!r} cannot be saved", "report this"),
+    ):
+        planner = PlainSavePlanner(_plain_sizes_of(model))
+        with _loadable_state(model, optimizer) as state:
+            dcp.save(state, checkpoint_id=partial, planner=planner, no_dist=ranks.world_size == 1)
     if ranks.is_main:
         _write_durably(partial / META_NAME, json.dumps({**meta, "step": step}, indent=2))
         _replace_folder(partial, final)
@@ -112,37 +109,19 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, ranks: R
     Raises:
         ValueError: on every rank, if a tensor of some rank is missing in the checkpoint or has another size there.
         RuntimeError: on every rank, if a file cannot be read.
-    Communicates: the few kilobytes with which the ranks agree who reads what.
+    Communicates: the few kilobytes with which the ranks agree who reads what; for a DeepSpeed engine of ZeRO-1 or 2
+        also an all-gather of all weights.
     """
-    if is_engine(model) or (path / ENGINE_FOLDER).exists():
-        _load_engine(path, model, ranks)
-        return
-    state = named_state(model, optimizer)
     what = f"the checkpoint {str(path)!r} cannot be loaded"
     remedy = "a run goes on with the model and frozen towers that were saved; set them back, or start a new run"
-    with _quiet_single(ranks), readable_errors(what, remedy):
+    with (
+        quiet_alone(ranks.world_size == 1),
+        readable_errors(what, remedy),
+        _loadable_state(model, optimizer, loads=True) as state,
+    ):
         planner = PlainLoadPlanner(_plain_sizes_of(model))
         dcp.load(state, checkpoint_id=path, planner=planner, no_dist=ranks.world_size == 1)  # in place
     _fill_second_copies(model, optimizer)
-
-
-def _load_engine(path: Path, model: nn.Module, ranks: Ranks) -> None:
-    """Load what a DeepSpeed engine saved into an engine of the same stage on as many ranks; refuse anything else."""
-    meta = read_meta(path)
-    before, now = meta["config"]["parallel"]["strategy"], "another strategy"
-    is_same = False
-    if is_engine(model):
-        engine: Any = model
-        stage = engine.zero_optimization_stage()
-        now = f"deepspeed-zero{stage}"
-        is_same = DEEPSPEED.get(before) == stage  # whether or not accelerate has started the engine
-    if not is_same or meta["world_size"] != ranks.world_size:
-        raise ValueError(
-            f"the checkpoint {str(path)!r} is of {before} on {meta['world_size']} ranks, and this run is {now} on "
-            f"{ranks.world_size}: a DeepSpeed engine's shards load into the same stage on as many ranks, and nothing "
-            "else into an engine; set parallel.strategy and the number of ranks back, or start a new run"
-        )
-    load_engine(model, path / ENGINE_FOLDER)
 
 
 def check_resumable(path: Path, meta: dict[str, Any], config: TrainConfig, global_batch_size: int) -> None:
@@ -205,6 +184,7 @@ def check_same_formats(path: Path, before: str, precision: str) -> None:
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the tensors that this rank stores, by the plain model's names: weights, and moments of trainable ones.
 
+    Of a DeepSpeed engine `parallel.engine_state.EngineState` knows them.
     Every moment exists afterwards, as zeros before the first step: what is loaded into these tensors is in use at once.
     Learning rates and the like are not among them; they follow from the configuration and the step.
     """
@@ -226,6 +206,38 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, tensor in part.state_dict().items():
             weights.setdefault(name, tensor)
     return {"model": weights, "optimizer": moments}
+
+
+@contextmanager
+def _loadable_state(model: nn.Module, optimizer: Any, *, loads: bool = False) -> Iterator[dict[str, Any]]:
+    """Provide `named_state` under any strategy, of a DeepSpeed engine too; what is loaded into it is in use afterwards.
+
+    Raises:
+        ValueError: if something is to be loaded into an engine that keeps a part of its state in files.
+    Communicates: of an engine, what `EngineState.use_loaded` and `at_rest` do, or `collect_weights`.
+    """
+    if not is_engine(model):
+        yield named_state(model, optimizer)
+        return
+    engine: Any = model
+    if engine.zero_optimization_stage() == 0:  # whole weights, and the optimizer that was given to it
+        yield named_state(model, engine.optimizer)
+        return
+    if key := find_nvme(engine):
+        if loads:
+            raise ValueError(
+                f"a checkpoint cannot be loaded with {key} = 'nvme': what DeepSpeed keeps in files cannot be replaced; "
+                f"set {key} = 'cpu', and begin with a checkpoint that was saved so"
+            )
+        if dist.get_rank() == 0:
+            logger.warning("%s = 'nvme': this checkpoint keeps the weights; a run cannot go on from it", key)
+        yield {"model": collect_weights(engine), "optimizer": {}}
+        return
+    with at_rest(engine):
+        state = EngineState(engine)
+        yield {"model": state.weights, "optimizer": state.moments}
+        if loads:
+            state.use_loaded()
 
 
 def _plain_sizes_of(model: nn.Module) -> dict[str, torch.Size]:
@@ -272,12 +284,3 @@ def _write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-@contextmanager
-def _quiet_single(ranks: Ranks) -> Iterator[None]:
-    """Hide the remark that one process saves alone: it is meant so."""
-    with warnings.catch_warnings():
-        if ranks.world_size == 1:
-            warnings.filterwarnings("ignore", message=".*assum.*single process.*")
-        yield

@@ -24,6 +24,8 @@ UNWRITTEN = ("empty", "new_empty")
 """Operations, by how their names begin, that return memory that nobody has written to yet."""
 TOLD = ("masked_fill", "full", "where", "scalar_tensor", "fill", "new_full", "index_fill", "constant_pad_nd")
 """Operations that write an infinity because they were told to: masks."""
+DIVISORS = {"log": 0, "log2": 0, "log10": 0, "reciprocal": 0, "rsqrt": 0, "div": 1}
+"""Operations that a zero breaks, and which of their arguments it must be in; log_softmax and the like are others."""
 KINDS = {"nan": torch.isnan, "inf": torch.isposinf, "-inf": torch.isneginf}
 
 
@@ -82,9 +84,10 @@ class NonFiniteWatch(TorchDispatchMode):
         """Run an operation and look at what comes out."""
         if self.first is not None:
             return func(*args, **(kwargs or {}))
-        largest, before = _look((args, kwargs))  # now: an operation in place overwrites them
-        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        largest, before = _look((args, kwargs))  # now: an operation in place overwrites them
+        zero = _name_zero(name.strip("_"), args)
+        out = func(*args, **(kwargs or {}))
         written = next((t for t in _floats(out) if _look(t)[1] - before), None)
         if written is not None and name.strip("_").startswith(TOLD):
             module = innermost(self._modules)
@@ -92,7 +95,7 @@ class NonFiniteWatch(TorchDispatchMode):
         elif written is not None and not name.strip("_").startswith(UNWRITTEN):
             new = [kind for kind in KINDS if kind in _look(written)[1] - before]
             masks = "".join(f" and {kind}" for kind in KINDS if kind in before)
-            what = f"{new[0]} in {SHORT[written.dtype]} from numbers up to {largest:.3g}{masks}"
+            what = f"{new[0]} in {SHORT[written.dtype]} from numbers up to {largest:.3g}{zero}{masks}"
             self.first = *self._place(), name, what
         return out
 
@@ -114,6 +117,14 @@ def _look(tree: Any) -> tuple[float, set[str]]:
             found = float(tensor.detach().abs().nan_to_num(0.0, 0.0).amax())
         largest = max(largest, found)
     return largest, kinds
+
+
+def _name_zero(name: str, args: Any) -> str:
+    """Say that a zero is where it breaks an operation; "" where none is. A divisor may be a count, a whole number."""
+    place = DIVISORS.get(name, len(args))
+    if place >= len(args) or bool(torch.as_tensor(args[place]).all()):
+        return ""
+    return ", with a zero to divide by" if place else ", a zero among them"
 
 
 def _floats(tree: Any) -> list[Tensor]:

@@ -8,6 +8,7 @@ they are. Chapter 1.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +115,15 @@ def readable_errors(what: str, remedy: str) -> Iterator[None]:
         if isinstance(cause, ValueError):
             raise ValueError(f"{what}: rank {rank}: {cause}; {remedy}") from None
         raise RuntimeError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from error
+
+
+@contextmanager
+def quiet_alone(alone: bool = True) -> Iterator[None]:
+    """Hide PyTorch's remark that one process saves or loads alone: it is meant so."""
+    with warnings.catch_warnings():
+        if alone:
+            warnings.filterwarnings("ignore", message=".*assum.*single process.*")
+        yield
 
 
 def _plain_size(fqn: str, mappings: Mapping[str, tuple[Any, ...]], sizes: Sizes) -> torch.Size | None:

@@ -347,6 +347,7 @@ class Trainer:
         """Write a checkpoint of the present step; all ranks must call this."""
         meta: dict[str, Any] = {
             "config": dataclasses.asdict(self.config),
+            "shape": dataclasses.asdict(self.shape),
             "global_batch_size": self.global_batch_size,
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,

@@ -109,6 +109,8 @@ def test_frozen_towers_leave_as_weights_only_and_are_never_updated():
         (memory,) = estimate_offloaded_memory(plan, model, level=level)
         expected = (2 + 12 + frozen_bytes) * params.projector + frozen_bytes * (params.vision + params.language)
         assert memory.host_total == pytest.approx(expected / 8, rel=1e-6)
+    (memory,) = estimate_offloaded_memory(dataclasses.replace(plan, precision="fp32"), model, level="optimizer")
+    assert memory.host_total == pytest.approx(16 * params.projector / 8, rel=1e-6)  # no copy of frozen weights
 
 
 def test_a_single_rank_of_zero_3_streams_units_through_its_device():
@@ -290,8 +292,13 @@ def test_main_memory_or_disks_decide_where_devices_have_room():
     decision = decide_offload(plan, model, disks)
     assert (decision.answer, decision.level and decision.level.home) == ("optimizer+parameters", "files")
     assert "files" in str(decision) and decision.cost.nvme_s > 0
-    lower = decide_offload(dataclasses.replace(plan, zero_stage=2), get_model("internvl2-8b"), disks)
-    assert lower.level is None or lower.level.home != "files"
+    # ZeRO-1 and 2 keep to main memory: 8.08e9 x 14 bytes = 113.1 GB, gradients 16.2 GB of it.
+    small = dataclasses.replace(disks, host_bytes=100 * GB)
+    eight = get_model("internvl2-8b")
+    assert decide_offload(dataclasses.replace(plan, zero_stage=2), eight, small).answer == DOES_NOT_FIT
+    halved = dataclasses.replace(small, device_bytes=20 * GB)
+    in_files = decide_offload(plan, eight, halved)
+    assert (in_files.answer, in_files.level and in_files.level.home) == ("optimizer", "files")
 
 
 @pytest.mark.parametrize("owner", ["activations", "gathered"])

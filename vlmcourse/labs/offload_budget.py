@@ -3,8 +3,8 @@
 Enters: a budget in bytes and this rank. Leaves: what the offload tree chose for it, and whether the ledger of a real
 step kept within it. On a CPU the device is an account, not a place: main memory holds everything, and what offloading
 would move is only told apart by its owner. Seen there: that state is sharded, gathered unit by unit and freed, and that
-losses stay the same. Not seen: a copy over a link, its time, its staging buffers. On a GPU the same account holds, and
-`torch.cuda.max_memory_allocated` can be set beside it.
+losses stay the same. Not seen: a copy over a link, its time, its staging buffers. On a GPU nothing is accounted: the
+ledger counts what really lies there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from vlmcourse.config import TrainConfig, parse_config
-from vlmcourse.monitor.ledger import Sample, StepLedger
+from vlmcourse.monitor.ledger import Sample, StepLedger, measure_ledger
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner import RESERVED_BYTES, Decision, Machine, Plan, Workload, decide_offload
@@ -41,7 +41,7 @@ class BudgetRun:
     held_bytes: int
     """At the fullest moment of a step, in the device's account."""
     moved_bytes: int
-    """Of state in main memory's account, at its fullest moment."""
+    """Of state in main memory: at the fullest moment of the account on a CPU, between steps where there is a GPU."""
     owners: dict[str, int]
     """This rank's bytes in the device's account at its own fullest moment, by owner of the ledger."""
     losses: tuple[float, ...]
@@ -146,13 +146,17 @@ def run_within_budget(
     if not offload.is_plain:
         trainer = Trainer(budget_config(offload, micro_batch_size), ranks, show_progress=False)
     losses = [trainer.train_step().loss]  # Adam's moments exist from here on
-    with StepLedger(trainer.model, trainer.optimizer) as ledger:
+    with StepLedger(trainer.model, trainer.optimizer, device_type=ranks.device.type) as ledger:
         losses.append(trainer.train_step().loss)
-    fullest = max(ledger.samples, key=lambda sample: on_device(sample, offload))
-    held = on_device(fullest, offload)
-    moved = max(sample.total_bytes - on_device(sample, offload) for sample in ledger.samples)
+    is_account = ranks.device.type == "cpu"
+    moved_away = offload if is_account else OffloadConfig()  # a GPU's ledger sees none of what is in main memory
+    fullest = max(ledger.samples, key=lambda sample: on_device(sample, moved_away))
+    held = on_device(fullest, moved_away)
+    moved = max(sample.total_bytes - on_device(sample, moved_away) for sample in ledger.samples)
+    if not is_account and not offload.is_plain:
+        moved = measure_ledger(trainer.model, trainer.optimizer).total_bytes
     held, moved = (int(value) for value in max_over_ranks([held, moved], ranks))
-    owners = {owner: size for owner, size in fullest.by_owner().items() if offload.is_plain or owner not in STATE}
+    owners = {owner: size for owner, size in fullest.by_owner().items() if moved_away.is_plain or owner not in STATE}
     return BudgetRun(decision, offload, budget_bytes, held, moved, owners, tuple(losses))
 
 

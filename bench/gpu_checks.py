@@ -346,6 +346,18 @@ def check_engine(strategy: str) -> str:
     return check_parity(strategy)
 
 
+def run_on_two(code: str) -> Any:
+    """Run a script on two GPUs and return what it printed last, read as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.py"
+        script.write_text(code, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def run_pair(imports: str, result: str) -> Any:
     """Run an expression of `ranks` on two GPUs, after some imports; return what rank 0 has, by way of JSON."""
     code = (
@@ -354,14 +366,7 @@ def run_pair(imports: str, result: str) -> Any:
         f"ranks = init_ranks()\nfound = {result}\n"
         "print(json.dumps(found)) if ranks.is_main else None\nshutdown_ranks()\n"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "pair.py"
-        script.write_text(code, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode != 0:
-        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_on_two(code)
 
 
 def check_batch_norm() -> str:
@@ -376,7 +381,7 @@ def check_zero_tables(function: str) -> str:
     """State or traffic of every stage of ZeRO on two GPUs is what the formula and its differences say."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotHereError("needs deepspeed")
-    found = run_pair(f"from vlmcourse.labs.ch05 import {function} as measure", "measure(ranks=ranks).problems()")
+    found = run_pair(f"from vlmcourse.labs.zero_stages import {function} as measure", "measure(ranks=ranks).problems()")
     assert not found, found
     return "nothing unexplained"
 
@@ -410,6 +415,23 @@ def check_offload_memory() -> str:
     ratio = away["peak_bytes"] / here["peak_bytes"]
     assert ratio < 1, f"with offloading fsdp took {ratio:.2f} of its peak without"
     return f"peak of fsdp with its shards in main memory is {ratio:.2f} of that without"
+
+
+def check_budget() -> str:
+    """Lab 5 on two GPUs: with weights and optimizer in main memory a step holds less there, and keeps its budget."""
+    code = (
+        "import json\nfrom vlmcourse.labs.ch05 import HEADROOM_FRACTION, needed_bytes, run_within_budget\n"
+        "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
+        "ranks = init_ranks()\nhere = run_within_budget(10**9, ranks)\n"
+        "need = needed_bytes(here.decision)['optimizer+parameters']\n"
+        "away = run_within_budget(int(need / (1 - HEADROOM_FRACTION)) + 1, ranks)\n"
+        "found = [here.held_bytes, away.held_bytes, away.kept_within, str(away)]\n"
+        "print(json.dumps(found)) if ranks.is_main else None\n"
+        "shutdown_ranks()\n"
+    )
+    here_bytes, away_bytes, is_kept, text = run_on_two(code)
+    assert away_bytes < here_bytes and is_kept, text
+    return f"{text}; {here_bytes / 1e6:.3f} MB with everything there"
 
 
 def check_nvme() -> str:
@@ -509,6 +531,7 @@ CHECKS = (
         for strategy in ("deepspeed-zero3", "fsdp")
     ),
     Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
+    Check("a step with its state in main memory keeps the budget of lab 5 on 2 GPUs", 2, check_budget),
     Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),
 )
 

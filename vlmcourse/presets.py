@@ -222,6 +222,8 @@ class Cluster:
     devices_per_node: int
     host_memory_bytes: int
     """Main memory of one node, what an offloaded optimizer lives in."""
+    host_memory_bytes_per_s: float = 0.0
+    """Of that memory, read and written together; 0 where it is not known. Sockets x channels x 8 bytes x transfers."""
     network_bytes_per_s: float = 0.0
     """Between nodes, one direction, for each device; 0 where there is one node."""
     source: str = ""
@@ -242,7 +244,8 @@ CLUSTERS: dict[str, Cluster] = {
             num_nodes=1,
             devices_per_node=4,
             host_memory_bytes=512 * 10**9,
-            source="NVIDIA DGX Station A100 160GB datasheet",
+            host_memory_bytes_per_s=204.8e9,
+            source="NVIDIA DGX Station A100 160GB datasheet; AMD EPYC 7742: 8 channels of DDR4-3200",
         ),
         Cluster(
             name="a100-80x8",
@@ -250,7 +253,8 @@ CLUSTERS: dict[str, Cluster] = {
             num_nodes=1,
             devices_per_node=8,
             host_memory_bytes=2_000 * 10**9,
-            source="NVIDIA DGX A100 640GB datasheet",
+            host_memory_bytes_per_s=409.6e9,
+            source="NVIDIA DGX A100 640GB datasheet; 2 x AMD EPYC 7742: 8 channels of DDR4-3200 each",
         ),
         Cluster(
             name="v100-32x8",
@@ -258,7 +262,8 @@ CLUSTERS: dict[str, Cluster] = {
             num_nodes=1,
             devices_per_node=8,
             host_memory_bytes=512 * 10**9,
-            source="NVIDIA DGX-1 (V100 32GB) datasheet",
+            host_memory_bytes_per_s=136.5e9,
+            source="NVIDIA DGX-1 (V100 32GB) datasheet; 2 x Intel Xeon E5-2698 v4: 4 channels of DDR4-2133 each",
         ),
         Cluster(
             name="h100x8",
@@ -266,7 +271,8 @@ CLUSTERS: dict[str, Cluster] = {
             num_nodes=1,
             devices_per_node=8,
             host_memory_bytes=2_000 * 10**9,
-            source="NVIDIA DGX H100 datasheet",
+            host_memory_bytes_per_s=614.4e9,
+            source="NVIDIA DGX H100 datasheet; 2 x Intel Xeon Platinum 8480C: 8 channels of DDR5-4800 each",
         ),
         Cluster(
             name="h100x16",
@@ -274,8 +280,9 @@ CLUSTERS: dict[str, Cluster] = {
             num_nodes=2,
             devices_per_node=8,
             host_memory_bytes=2_000 * 10**9,
+            host_memory_bytes_per_s=614.4e9,
             network_bytes_per_s=50e9,
-            source="two NVIDIA DGX H100: 8 x 400 Gb/s network cards a node",
+            source="two NVIDIA DGX H100 (see h100x8): 8 x 400 Gb/s network cards a node",
         ),
         Cluster(
             name="h200x8",
@@ -283,7 +290,8 @@ CLUSTERS: dict[str, Cluster] = {
             num_nodes=1,
             devices_per_node=8,
             host_memory_bytes=2_000 * 10**9,
-            source="NVIDIA DGX H200 datasheet",
+            host_memory_bytes_per_s=614.4e9,
+            source="NVIDIA DGX H200 datasheet; 2 x Intel Xeon Platinum 8480C: 8 channels of DDR5-4800 each",
         ),
     )
 }

@@ -120,13 +120,15 @@ class StepLedger:
     Use it as a context around whole steps; `samples` has the course of them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None, *, device_type: str = "") -> None:
         """Name the owners.
 
         Args:
             model: plain or under any strategy. Its layers are the members of lists called `blocks`; anything else
                 counts under the name of the child of the model that it is in.
             optimizer: of the model, if steps are to be seen.
+            device_type: cpu or cuda: where bytes are counted; by default where the weights are. Under offloading
+                weights lie in main memory, and what passes through a GPU is seen with cuda only.
 
         Raises:
             ValueError: if the model has no parameter on this rank.
@@ -140,8 +142,7 @@ class StepLedger:
                 f"{type(model).__name__} has 0 parameters here: a ledger needs 1 or more, which tell it the device and "
                 "have gradients; give it the model that this layer is a part of"
             )
-        device_type = local_part(self._parameters[0]).device.type
-        self._book = StorageBook(device_type, self._after_operation)
+        self._book = StorageBook(device_type or local_part(self._parameters[0]).device.type, self._after_operation)
         self._layers: list[str] = []
         """Layers whose forward is at work, outermost first."""
         self._latest = ""

@@ -1,7 +1,8 @@
 """Arithmetic before anything runs: how many bytes a plan needs on each rank, and what is wrong with it.
 
 Enters: shapes of a model and of a cluster (`presets.py`) and a `Plan`. Leaves: counts of parameters, bytes by owner,
-traffic, and a verdict. Imports no torch, so it answers in a blink on any machine. Chapter 1 uses all of it.
+traffic, a verdict, and how much of the state has to leave the device. Imports no torch, so it answers in a blink on any
+machine. Chapters 1 and 5.
 """
 
 from vlmcourse.planner.activations import Workload
@@ -14,6 +15,8 @@ from vlmcourse.planner.memory import (
     estimate_state_bytes,
 )
 from vlmcourse.planner.network import Link, Traffic, estimate_step_traffic
+from vlmcourse.planner.offload import Decision, decide_offload
+from vlmcourse.planner.offload_cost import Machine, machine_of
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import (
     OPTIMIZERS,
@@ -28,12 +31,14 @@ from vlmcourse.planner.validate import Problem, Verdict, check_plan
 
 __all__ = [
     "DEVICES",
+    "Decision",
     "OPTIMIZERS",
     "PRECISIONS",
     "RESERVED_BYTES",
     "TRAINED",
     "DeviceSpec",
     "Link",
+    "Machine",
     "Plan",
     "Precision",
     "Problem",
@@ -45,10 +50,12 @@ __all__ = [
     "Workload",
     "check_plan",
     "count_params",
+    "decide_offload",
     "estimate_rank_memory",
     "estimate_state_bytes",
     "estimate_step_traffic",
     "choose_precision",
     "get_device",
+    "machine_of",
     "precision_problem",
 ]

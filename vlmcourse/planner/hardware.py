@@ -27,6 +27,8 @@ class DeviceSpec:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     """To the other devices of its node, one direction; for a card without NVLink, its PCIe slot."""
+    host_link_bytes_per_s: float
+    """To its node's main memory, one direction: half of what the datasheet gives for PCIe both ways."""
     source: str
 
     def peak_flop_per_s(self, dtype: str) -> float:
@@ -46,7 +48,13 @@ class DeviceSpec:
 
 
 def _spec(
-    name: str, memory_gb: int, memory_gb_per_s: float, link_gb_per_s: float, source: str, **tera_flop_per_s: float
+    name: str,
+    memory_gb: int,
+    memory_gb_per_s: float,
+    link_gb_per_s: float,
+    host_link_gb_per_s: float,
+    source: str,
+    **tera_flop_per_s: float,
 ) -> DeviceSpec:
     """Build a `DeviceSpec` from a datasheet's units: GB, GB/s and TFLOP/s."""
     return DeviceSpec(
@@ -55,6 +63,7 @@ def _spec(
         dense_flop_per_s=MappingProxyType({dtype: peak * TERA for dtype, peak in tera_flop_per_s.items()}),
         memory_bytes_per_s=memory_gb_per_s * GB,
         link_bytes_per_s=link_gb_per_s * GB,
+        host_link_bytes_per_s=host_link_gb_per_s * GB,
         source=source,
     )
 
@@ -62,16 +71,19 @@ def _spec(
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        _spec("t4-16", 16, 320, 16, "NVIDIA T4 datasheet", fp32=8.1, fp16=65),
-        _spec("v100-32", 32, 900, 150, "NVIDIA V100 SXM2 datasheet", fp32=15.7, fp16=125),
-        _spec("l4-24", 24, 300, 32, "NVIDIA L4 datasheet, halved from sparse", fp32=30.3, fp16=121, bf16=121, fp8=242),
-        _spec("a100-40", 40, 1555, 300, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
-        _spec("a100-80", 80, 2039, 300, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
+        _spec("t4-16", 16, 320, 16, 16, "NVIDIA T4 datasheet", fp32=8.1, fp16=65),
+        _spec("v100-32", 32, 900, 150, 16, "NVIDIA V100 SXM2 datasheet", fp32=15.7, fp16=125),
+        _spec(
+            "l4-24", 24, 300, 32, 32, "NVIDIA L4 datasheet, halved from sparse", fp32=30.3, fp16=121, bf16=121, fp8=242
+        ),
+        _spec("a100-40", 40, 1555, 300, 32, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
+        _spec("a100-80", 80, 2039, 300, 32, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
         _spec(
             "h100",
             80,
             3350,
             450,
+            64,
             "NVIDIA H100 SXM datasheet, halved from sparse",
             fp32=67,
             tf32=494.5,
@@ -84,6 +96,7 @@ DEVICES: dict[str, DeviceSpec] = {
             141,
             4800,
             450,
+            64,
             "NVIDIA H200 SXM datasheet, halved from sparse",
             fp32=67,
             tf32=494.5,

@@ -7,6 +7,7 @@ these numbers against what `monitor.ledger` measures. GB is 10^9 bytes here, GiB
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vlmcourse.planner import shapes
@@ -56,8 +57,12 @@ class RankMemory:
     """Whole weights and gradients that ZeRO-3 holds while a unit is at work, those of the root unit included."""
     activations: int
     reserved: int = RESERVED_BYTES
+    host_weights: int = 0
+    """Weights of this rank whose home is the node's main memory (or its files), not the device."""
+    host_gradients: int = 0
+    """Gradients that it updates with there."""
     host_optimizer: int = 0
-    """Optimizer state of this rank that lives in the node's main memory, not on the device."""
+    """Optimizer state of this rank that lives there, not on the device."""
 
     @property
     def state(self) -> int:
@@ -69,11 +74,15 @@ class RankMemory:
         """Everything that must fit in the device's memory."""
         return self.state + self.gathered + self.activations + self.reserved
 
+    @property
+    def host_total(self) -> int:
+        """All of this rank that lives off the device."""
+        return self.host_weights + self.host_gradients + self.host_optimizer
+
     def by_owner(self) -> dict[str, int]:
         """Return the owners on the device and their bytes."""
-        owners = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del owners["host_optimizer"]
-        return owners
+        names = [field.name for field in dataclasses.fields(self) if not field.name.startswith("host_")]
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         """Show the owners that hold something, in GB."""
@@ -140,22 +149,28 @@ def estimate_rank_memory(plan: Plan, model: VLMShape, workload: Workload | None 
         Bytes by owner of the pipeline stage that needs most.
     """
     workload = workload or Workload()
-    stages = [_estimate_stage(plan, model, workload, stage) for stage in range(find_split(plan, model).num_stages)]
+    stages = [estimate_stage(plan, model, workload, stage) for stage in range(find_split(plan, model).num_stages)]
     return max(stages, key=lambda memory: memory.device_total)
 
 
-def _estimate_stage(plan: Plan, model: VLMShape, workload: Workload, stage: int) -> RankMemory:
-    """Estimate one rank of one pipeline stage."""
+def state_of(towers: Mapping[str, int], plan: Plan, zero_stage: int) -> StateBytes:
+    """Add up the state of towers, given the parameters that a rank's group holds of each."""
     state = StateBytes(weights=0, gradients=0, optimizer=0)
-    for tower, num_params in local_params(plan, model, stage).items():
+    for tower, num_params in towers.items():
         state += estimate_state_bytes(
             num_params,
             precision=plan.precision,
             optimizer=plan.optimizer,
-            zero_stage=plan.zero_stage,
+            zero_stage=zero_stage,
             shard_degree=plan.dp_shard,
             trainable=tower not in plan.frozen,
         )
+    return state
+
+
+def estimate_stage(plan: Plan, model: VLMShape, workload: Workload, stage: int) -> RankMemory:
+    """Estimate one rank of one pipeline stage, as `estimate_rank_memory` does of the stage that needs most."""
+    state = state_of(local_params(plan, model, stage), plan, plan.zero_stage)
     return RankMemory(
         weights=state.weights,
         gradients=state.gradients,
@@ -212,8 +227,11 @@ def estimate_gathered_bytes(plan: Plan, model: VLMShape, stage: int) -> int:
     Returns:
         Bytes; 0 where weights are not split.
     """
-    if plan.zero_stage < 3 or plan.dp_shard == 1:
-        return 0
+    return 0 if plan.zero_stage < 3 or plan.dp_shard == 1 else whole_bytes(plan, model, stage)
+
+
+def whole_bytes(plan: Plan, model: VLMShape, stage: int, *, layered: bool = False) -> int:
+    """Return what `estimate_gathered_bytes` describes; layered: the largest part alone, the root's parts apart."""
     split, language, vision = find_split(plan, model), model.language, model.vision
     root: list[tuple[str, int]] = []
     units: list[tuple[str, int]] = []
@@ -235,4 +253,6 @@ def estimate_gathered_bytes(plan: Plan, model: VLMShape, stage: int) -> int:
         gradient_bytes = 0 if tower in plan.frozen else plan.recipe.gradient_bytes
         return -(-num_params // degrees[tower]) * (copies * plan.recipe.weight_bytes + gradient_bytes)
 
+    if layered:
+        return max(held(*part, copies=1) for part in (*root, *units))
     return sum(held(*part, copies=1) for part in root) + max(held(*unit, copies=2) for unit in units)

@@ -4,7 +4,8 @@ A quantity has one colour in the whole course (`COLOURS`). Figures are closed fo
 By subject: `training` (losses), `accumulation` (batches cut in pieces), `precision` (number formats), `activations`
 (what is alive in a step, what recomputation saves), `memory` (bytes of state), `fragmentation` (holes between blocks),
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
-parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side).
+parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
+`offload` (what has to leave the device).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -22,6 +23,7 @@ from vlmcourse.plots.fragmentation import plot_memory_map, plot_memory_over_time
 from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state, plot_states
+from vlmcourse.plots.offload import plot_offload
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
 from vlmcourse.plots.precision import (
     plot_exponents,
@@ -59,6 +61,7 @@ __all__ = [
     "plot_memory_over_ranks",
     "plot_memory_over_time",
     "plot_norm_errors",
+    "plot_offload",
     "plot_overlap",
     "plot_precision_losses",
     "plot_refusal",

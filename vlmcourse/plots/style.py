@@ -30,6 +30,15 @@ COLOURS = {
 HATCHES = {"optimizer": ".."}
 OWNERS = ("weights", "gradients", "optimizer")
 """Training state by owner, in the order in which it is stacked."""
+RANK_OWNERS = {
+    "weights": (COLOURS["weights"], ""),
+    "gradients": (COLOURS["gradients"], ""),
+    "optimizer": (COLOURS["optimizer"], ".."),
+    "gathered": (COLOURS["weights"], "xx"),
+    "activations": (COLOURS["activations"], ""),
+    "reserved": (COLOURS["idle"], ""),
+}
+"""Colour and hatch of everything that a rank holds, by the owners of `planner.RankMemory`."""
 
 WIDTH_INCHES = 7.5
 GB = 10**9

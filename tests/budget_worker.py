@@ -1,0 +1,50 @@
+"""What two ranks do for `test_labs_ch05.py`. Usage: budget_worker.py FOLDER.
+
+Each rank trains the tiny model under several budgets and writes what it found to FOLDER/rank<r>.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vlmcourse.labs.ch05 import HEADROOM_FRACTION, BudgetRun, needed_bytes, run_within_budget
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
+
+
+def describe(run: BudgetRun) -> dict[str, Any]:
+    return {
+        "answer": run.decision.answer,
+        "offload": dataclasses.asdict(run.offload),
+        "budget": run.budget_bytes,
+        "held": run.held_bytes,
+        "moved": run.moved_bytes,
+        "owners": run.owners,
+        "kept": run.kept_within,
+        "losses": run.losses,
+        "text": str(run),
+    }
+
+
+def main() -> None:
+    ranks = init_ranks(60)
+    ample = run_within_budget(10**9, ranks)
+    needs = needed_bytes(ample.decision)
+    found: dict[str, Any] = {"needs": needs, "ample": describe(ample)}
+    for level in ("none", "optimizer", "optimizer+parameters"):
+        budget = int(needs[level] / (1 - HEADROOM_FRACTION)) + 1
+        found[level] = describe(run_within_budget(budget, ranks))
+    for name, budget in (("layered", needs["layered"]), ("nothing", needs["layered"] - 1)):
+        try:
+            run_within_budget(budget, ranks, headroom_fraction=0)
+        except ValueError as error:
+            found[name] = str(error)
+    Path(sys.argv[1], f"rank{ranks.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    shutdown_ranks()
+
+
+if __name__ == "__main__":
+    main()

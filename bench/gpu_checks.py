@@ -360,12 +360,13 @@ def run_on_two(code: str) -> Any:
 
 def run_pair(imports: str, result: str) -> Any:
     """Run an expression of `ranks` on two GPUs, after some imports; return what rank 0 has, by way of JSON."""
-    return run_on_two(
+    code = (
         f"import json\n{imports}\n"
         "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
         f"ranks = init_ranks()\nfound = {result}\n"
         "print(json.dumps(found)) if ranks.is_main else None\nshutdown_ranks()\n"
     )
+    return run_on_two(code)
 
 
 def check_batch_norm() -> str:
@@ -380,7 +381,7 @@ def check_zero_tables(function: str) -> str:
     """State or traffic of every stage of ZeRO on two GPUs is what the formula and its differences say."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotHereError("needs deepspeed")
-    found = run_pair(f"from vlmcourse.labs.ch05 import {function} as measure", "measure(ranks=ranks).problems()")
+    found = run_pair(f"from vlmcourse.labs.zero_stages import {function} as measure", "measure(ranks=ranks).problems()")
     assert not found, found
     return "nothing unexplained"
 
@@ -419,7 +420,7 @@ def check_offload_memory() -> str:
 def check_budget() -> str:
     """Lab 5 on two GPUs: with weights and optimizer in main memory a step holds less there, and keeps its budget."""
     code = (
-        "import json\nfrom vlmcourse.labs.offload_budget import HEADROOM_FRACTION, needed_bytes, run_within_budget\n"
+        "import json\nfrom vlmcourse.labs.ch05 import HEADROOM_FRACTION, needed_bytes, run_within_budget\n"
         "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
         "ranks = init_ranks()\nhere = run_within_budget(10**9, ranks)\n"
         "need = needed_bytes(here.decision)['optimizer+parameters']\n"

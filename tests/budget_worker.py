@@ -1,4 +1,4 @@
-"""What two ranks do for `test_labs_offload_budget.py`. Usage: budget_worker.py FOLDER.
+"""What two ranks do for `test_labs_ch05.py`. Usage: budget_worker.py FOLDER.
 
 Each rank trains the tiny model under several budgets and writes what it found to FOLDER/rank<r>.json.
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vlmcourse.labs.offload_budget import HEADROOM_FRACTION, BudgetRun, needed_bytes, run_within_budget
+from vlmcourse.labs.ch05 import HEADROOM_FRACTION, BudgetRun, needed_bytes, run_within_budget
 from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 

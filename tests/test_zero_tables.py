@@ -10,9 +10,9 @@ from parity import load
 from ranks import run_worker
 from zero_tables_worker import OFFLOADED
 
-from vlmcourse.labs import ch05
-from vlmcourse.labs.ch05 import FREES, STAGES, find_groups, find_unit_shapes, tiny_config
+from vlmcourse.labs import zero_stages
 from vlmcourse.labs.engine_table import PAIR, EngineTable, compare_engines
+from vlmcourse.labs.zero_stages import FREES, STAGES, find_groups, find_unit_shapes, tiny_config
 from vlmcourse.machine import describe_machine
 from vlmcourse.monitor.state_table import StateRow, StateTable, build_row, estimate_by_deepspeed
 from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, explain_traffic
@@ -117,7 +117,7 @@ def test_one_process_holds_16_bytes_a_parameter_and_every_stage_is_refused_there
     import torch
 
     alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
-    table = ch05.measure_states(STAGES, alone)
+    table = zero_stages.measure_states(STAGES, alone)
     [row] = table.rows
     assert row.strategy == "single" and row.formula.total == 16 * TINY
     assert table.problems(0) == []

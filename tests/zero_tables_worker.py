@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlmcourse.labs.ch05 import STAGES, measure_states, measure_traffic
 from vlmcourse.labs.engine_table import compare_engines
+from vlmcourse.labs.zero_stages import STAGES, measure_states, measure_traffic
 from vlmcourse.monitor.ledger import Ledger, measure_ledger
 from vlmcourse.monitor.state_table import Peaks, build_row
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TrainConfig, parse_config
-from vlmcourse.labs.ch05 import close, open_trainer, tiny_config
+from vlmcourse.labs.zero_stages import close, open_trainer, tiny_config
 from vlmcourse.layout import DEEPSPEED, align
 from vlmcourse.machine import describe_machine
 from vlmcourse.models.vlm import build_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_worker
 
-from vlmcourse.labs.offload_budget import MAIN_MEMORY, decide_for_budget, needed_bytes, on_device, run_within_budget
+from vlmcourse.labs.ch05 import MAIN_MEMORY, decide_for_budget, needed_bytes, on_device, run_within_budget
 from vlmcourse.monitor.ledger import Sample
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.state_offload import OffloadConfig

@@ -20,10 +20,12 @@ from torch import nn
 
 from vlmcourse.config import ParallelConfig
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.notebook.process_group import limit_collectives
 from vlmcourse.parallel.apply import apply_strategy, check_strategy, unwrap
 from vlmcourse.parallel.fsdp import apply_fsdp
 from vlmcourse.parallel.mesh import find_place
-from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, group_timeout_s, init_ranks, shutdown_ranks
+from vlmcourse.state_offload import OffloadConfig
 from vlmcourse.train.loss import token_loss_sum
 
 CP = {"strategy": "ddp", "cp": 2}
@@ -97,7 +99,8 @@ def disagree(ranks: Ranks) -> dict[str, str]:
     ddp, fsdp = ParallelConfig(strategy="ddp"), ParallelConfig(strategy="fsdp")
     frozen = build()
     frozen.vision.requires_grad_(ranks.rank == 0)
-    other = dataclasses.replace(find_place(ParallelConfig(tp=2), ranks), rank=1 - ranks.rank)
+    mine, cpu = find_place(ParallelConfig(tp=2), ranks), OffloadConfig(optimizer="cpu", parameters="cpu")
+    other = dataclasses.replace(mine, rank=1 - ranks.rank)
     return {
         "strategy": say(lambda: apply_strategy(build(), (ddp, fsdp)[ranks.rank], ranks)),
         "strategies of places": say(lambda: find_place((ddp, fsdp)[ranks.rank], ranks)),
@@ -105,6 +108,9 @@ def disagree(ranks: Ranks) -> dict[str, str]:
         "blocks": say(lambda: apply_strategy(build(ranks.rank), fsdp, ranks)),
         "frozen": say(lambda: apply_strategy(frozen, ddp, ranks)),
         "class": say(lambda: apply_strategy((build(), nn.Linear(2, 2))[ranks.rank], ddp, ranks)),
+        "place of one": say(lambda: apply_strategy(build(), ParallelConfig(tp=2), ranks, (mine, other)[ranks.rank])),
+        "offload of one": say(lambda: apply_strategy(build(), fsdp, ranks, offload=(None, cpu)[ranks.rank])),
+        "shapes of places": say(lambda: find_place(fsdp, ranks, build(ranks.rank).shape)),
         "place": say(lambda: apply_strategy(build(), ParallelConfig(tp=2), ranks, other)),
     }
 
@@ -117,6 +123,16 @@ def count_groups(ranks: Ranks) -> list[int]:
             apply_strategy(build(), how, ranks)
         apply_fsdp(build(), ranks)
         found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def limits_of_groups() -> list[list[float]]:
+    """Return the limits of all groups, those of axes and of axes in one among them, as made and as changed later."""
+    found = []
+    for limit_s in (0, 7, 20):
+        if limit_s:
+            limit_collectives(limit_s)
+        found.append([group_timeout_s(group) for group in dist.distributed_c10d._world.pg_map])
     return found
 
 
@@ -133,6 +149,7 @@ def main(folder: Path) -> None:
         "twice": apply_twice(ranks),
         "disagree": disagree(ranks),
         "groups": count_groups(ranks),
+        "limits": limits_of_groups(),
     }
     port: list[Any] = [free_port()]
     dist.broadcast_object_list(port)

@@ -66,8 +66,18 @@ DISAGREE = {
     "one wrong": "parallel.strategy is 'ddp' on rank 0 and 'single' on rank 1",
     "blocks": "blocks.2.",
     "frozen": "trained on rank 0 and",
+    "place of one": "the place is",
+    "offload of one": "offload is",
+    "shapes of places": "the model's shape is",
     "class": "trained on rank 0 and not there on rank 1",
 }
+
+
+def test_every_group_has_the_time_limit_of_the_ranks_and_follows_a_change(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        made, shorter, again = of_rank["limits"]
+        assert len(made) > 6
+        assert set(made) == {20} and set(shorter) == {7} and set(again) == {20}
 
 
 @pytest.mark.parametrize("name", DISAGREE)

@@ -7,14 +7,13 @@ import inspect
 import os
 import signal
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from vlmcourse.notebook.jobs import JobFolder
-from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, init_ranks, limit_all_groups, shutdown_ranks
 
 LEAVE_LAST_S = 2.0
 """How long rank 0 waits for the others at the end; then a rank that waits for it in vain loses its connection."""
@@ -32,10 +31,9 @@ def join_group(timeout_s: float) -> Ranks:
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Let every collective that begins from now on in the default group take at most so long."""
-    group = dist.group.WORLD
-    if group is not None:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    """Let every collective that begins from now on take at most so long, in the groups of meshes too."""
+    if dist.is_initialized():
+        limit_all_groups(timeout_s)
 
 
 def accept_second_init(ranks: Ranks) -> None:

@@ -66,7 +66,8 @@ class AdaptivePipelineScheduler:
                 scheduler with the same numbers.
 
         Raises:
-            ValueError: on all ranks, if a number is out of range or what stands on the stages cannot be moved.
+            ValueError: if a number is out of range (all ranks must give the same ones); on all ranks, if what stands on
+                the stages cannot be moved.
         Communicates: two all-gathers of objects over `everyone`.
         """
         for name, value, least in (
@@ -74,7 +75,7 @@ class AdaptivePipelineScheduler:
             ("measure_steps", measure_steps, 1),
             ("repeat_every", repeat_every, 0),
         ):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} = {value}: must be at least {least}, a whole number")
         if not 0 < max_search_s < math.inf:
             raise ValueError(f"max_search_s = {max_search_s}: must be greater than 0 seconds, and finite")

@@ -49,16 +49,22 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def check_agreement(model: nn.Module, config: ParallelConfig, ranks: Ranks) -> None:
+def check_agreement(model: nn.Module, config: ParallelConfig, ranks: Ranks, asked: dict[str, str]) -> None:
     """Refuse ranks that bring another configuration or another model than rank 0.
 
     Weights may differ, and lie on any device.
+
+    Args:
+        model: plain.
+        config: how it is to be distributed.
+        ranks: this process's place.
+        asked: what else must be alike, in words, by name.
 
     Raises:
         ValueError: on all ranks, naming those that differ from rank 0 and in what.
     Communicates: see `check_alike`.
     """
-    check_alike(_describe(model, config), ranks)
+    check_alike(_describe(model, config) | asked, ranks)
 
 
 def _describe(model: nn.Module, config: ParallelConfig) -> dict[str, str]:

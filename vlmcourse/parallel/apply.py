@@ -7,6 +7,7 @@ silently did something simpler, so wrapper, sizes and shards are checked.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -69,10 +70,19 @@ def apply_strategy(
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
-    check_agreement(model, config, ranks)  # first: a refusal of one rank alone would let the others wait for it
+    offload = offload or OffloadConfig()
+    asked = {
+        "the place": "none"
+        if place is None
+        else f"{place.layout}, of {'this' if place.rank == ranks.rank else 'another'} rank",
+        "loss_sum": "none" if loss_sum is None else "given",
+        "activations": "none" if activations is None else "given",
+        "offload": repr(dataclasses.replace(offload, nvme_path="")),
+    }
+    check_agreement(model, config, ranks, asked)  # first: a refusal of one rank alone would let the others wait for it
     check_plain(model)
     check_usable(config)
-    if found := (offload or OffloadConfig()).contradictions(config):
+    if found := offload.contradictions(config):
         raise ConfigError("The offload", found)
     if config.strategy in DEEPSPEED:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
 from vlmcourse.parallel.comm import check_alike
-from vlmcourse.parallel.ranks import Ranks, share_mesh
+from vlmcourse.parallel.ranks import Ranks, group_timeout_s, limit_all_groups, share_mesh
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
 
@@ -64,6 +64,7 @@ class Place:
         """
         mesh = self._live_mesh()
         shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if self.layout.cp > 1 else mesh["dp_shard"]
+        limit_all_groups(group_timeout_s())  # flattening made a group
         if self.layout.dp_replicate == 1:
             return shards
         name = "dp_shard_cp" if self.layout.cp > 1 else "dp_shard"
@@ -88,7 +89,9 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
             the model, or the strategy is still auto.
     Communicates: see `check_alike` and `share_mesh`.
     """
-    check_alike(describe_config(config), ranks)  # first: a refusal of one rank alone would let the others wait
+    check_alike(
+        describe_config(config) | {"the model's shape": repr(shape)}, ranks
+    )  # first: a refusal of one rank alone would let the others wait
     check_usable(config)
     layout = find_layout(config, ranks.world_size)
     if shape is not None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vlmcourse.machine import num_usable_cores
@@ -142,7 +143,17 @@ def share_mesh(ranks: Ranks, sizes: tuple[int, ...], axes: tuple[str, ...]) -> D
         atexit.register(_meshes.clear)  # before the interpreter is gone, see `shutdown_ranks`
     if (world, grid) not in _meshes:
         _meshes[world, grid] = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=axes)
+    limit_all_groups(group_timeout_s())
     return _meshes[world, grid]
+
+
+def limit_all_groups(timeout_s: float) -> None:
+    """Let every collective that begins from now on, in any group of this process, take at most so many seconds.
+
+    The group of an axis of a mesh has PyTorch's 30 minutes otherwise, whatever `init_ranks` was told.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def _join_group(rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float) -> None:

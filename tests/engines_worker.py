@@ -36,8 +36,9 @@ RUNS = {
     "accelerate-deepspeed-zero1, from a file": ("accelerate-deepspeed-zero1", "all towers", 2),
 }
 """Name -> strategy, case of the parity tests, accumulation steps."""
-BAD_GRADIENTS = ("0, clipping off", "1, clipping off", "3, all towers")
-"""Stage of DeepSpeed, and case of the parity tests, of steps with a gradient of NaN."""
+AT_FIRST = ", in the first step"
+BAD_GRADIENTS = ("0, clipping off", "1, clipping off", "2, all towers" + AT_FIRST, "3, all towers")
+"""Stage of DeepSpeed, and case of the parity tests, of a second step with a gradient of NaN, or of a first."""
 AUTO = {
     **{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
     **{"gradient_clipping": "auto", "fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}},
@@ -132,9 +133,11 @@ def find_a_nan(ranks: Ranks) -> list[str]:
 
 
 def bad_gradient(case: str, ranks: Ranks) -> dict[str, Any]:
-    """Make a good step, then one with a finite loss and a gradient of NaN; say what stopped it and what is found."""
-    trainer = build(parity_config("deepspeed-zero" + case[0], 1, ranks.world_size, case[3:]), ranks, WEIGHT_SEED)
-    trainer.train_step()
+    """Make a step with a finite loss and a gradient of NaN, the first or after a good one; say what stopped it."""
+    parity_case = case[3:].removesuffix(AT_FIRST)
+    trainer = build(parity_config("deepspeed-zero" + case[0], 1, ranks.world_size, parity_case), ranks, WEIGHT_SEED)
+    if not case.endswith(AT_FIRST):
+        trainer.train_step()
     before, said = gather_engine_state(trainer.model), ""
     with spoil_gradients():
         try:

@@ -62,8 +62,8 @@ def check_batch_size(function: Any, points: float, seed: int, num_cases: int = 1
     if asked is None:
         return 0.0
     _show_mistake(asked, explain_batches)
-    refused = all(_refuses(function, *degrees) for degrees in REFUSED)
-    return award(points, asked.earned + 2 * refused, num_cases + 2) if asked.earned else 0.0
+    refused = [_refuses(function, *degrees) for degrees in REFUSED]
+    return award(points, asked.earned + 2 * sum(refused) / len(refused), num_cases + 2) if asked.earned else 0.0
 
 
 def _ask(function: Any, *args: int) -> Outcome:

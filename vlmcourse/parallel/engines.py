@@ -124,7 +124,7 @@ class EngineOptimizer:
             )
         # With ZeRO it leaves the weights alone where the norm is not finite, and calls all such norms infinite.
         self.grad_norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
-        if self._check_first_step is not None:
+        if self._check_first_step is not None and math.isfinite(self.grad_norm):  # else it has made no moments
             self._check_first_step()
             self._check_first_step = None
 

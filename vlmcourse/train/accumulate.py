@@ -112,7 +112,8 @@ def explain_nonfinite(found: str, ranks: Ranks, precision: str) -> str:
     return (
         f"rank {ranks.rank}: {found}: it must be finite; call train.nan_finder.find_in_step(trainer) on all ranks: it "
         f"names the first operation and the samples. Then mend the samples{narrow}, lower the learning rates, or "
-        "lengthen optimizer.warmup_steps"
+        "lengthen optimizer.warmup_steps. An empty list means that no micro-batch alone did it, but their sum, the norm "
+        "or a hook"
     )
 
 

@@ -358,18 +358,42 @@ def run_on_two(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def run_pair(imports: str, result: str) -> Any:
+    """Run an expression of `ranks` on two GPUs, after some imports; return what rank 0 has, by way of JSON."""
+    code = (
+        f"import json\n{imports}\n"
+        "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
+        f"ranks = init_ranks()\nfound = {result}\n"
+        "print(json.dumps(found)) if ranks.is_main else None\nshutdown_ranks()\n"
+    )
+    return run_on_two(code)
+
+
 def check_batch_norm() -> str:
     """Gradients of the BatchNorm lab on two GPUs: what is right there on CPU ranks is right here, and only that."""
-    code = (
-        "import json\nfrom vlmcourse.labs.batch_norm import compare_norms\n"
-        "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
-        "ranks = init_ranks()\nerrors = compare_norms(ranks)\n"
-        "print(json.dumps(errors)) if ranks.is_main else None\nshutdown_ranks()\n"
-    )
-    errors = run_on_two(code)
+    errors = run_pair("from vlmcourse.labs.batch_norm import compare_norms", "compare_norms(ranks)")
     right = {norm: sum(error < 1e-4 for error in of_norm.values()) for norm, of_norm in errors.items()}
     assert right == {"BatchNorm": 0, "SyncBatchNorm": 1, "frozen BatchNorm": 3, "GroupNorm": 3}, errors
     return f"cuts of 3 that are right: {right}"
+
+
+def check_zero_tables(function: str) -> str:
+    """State or traffic of every stage of ZeRO on two GPUs is what the formula and its differences say."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotHereError("needs deepspeed")
+    found = run_pair(f"from vlmcourse.labs.zero_stages import {function} as measure", "measure(ranks=ranks).problems()")
+    assert not found, found
+    return "nothing unexplained"
+
+
+def check_engine_table() -> str:
+    """DeepSpeed's ZeRO-3 and FSDP2 in turns on two GPUs train the same model; shows the table's words on speed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotHereError("needs deepspeed")
+    imports = "from vlmcourse.labs.engine_table import compare_engines"
+    gap, lines = run_pair(imports, "[(t := compare_engines(ranks=ranks)).loss_gap, str(t).splitlines()[:3]]")
+    assert gap < 1e-3, gap
+    return "; ".join(lines)
 
 
 def check_fsdp_memory() -> str:
@@ -481,6 +505,9 @@ CHECKS = (
     ),
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
+    Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
+    Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
+    Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))

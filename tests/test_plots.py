@@ -19,6 +19,7 @@ from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.monitor.ledger import Ledger, Sample
+from vlmcourse.monitor.state_table import Peaks, StateRow, StateTable
 from vlmcourse.monitor.step_cost import StepCost
 from vlmcourse.parallel.holdings import LayerShare, RankHoldings
 from vlmcourse.parallel.layer_times import LayerTimes
@@ -47,6 +48,27 @@ def ledger_figure() -> Figure:
         "fsdp": StateBytes(weights=2 * MB, gradients=2 * MB, optimizer=4 * MB),
     }
     return plots.plot_ledgers(ledgers, estimates)
+
+
+def states_table() -> StateTable:
+    formula = StateBytes(weights=4 * MB, gradients=4 * MB, optimizer=8 * MB)
+    of: dict[str, Any] = {
+        "formula": formula,
+        "differences": (),
+        "deepspeed_bytes": None,
+        "peaks": Peaks(0, 0),
+        "num_ranks": 2,
+    }
+    sizes = {("ddp", 0): (4, 4, 8), ("deepspeed-zero1", 0): (4, 2, 5), ("deepspeed-zero1", 1): (4, 3, 6)}
+    rows = [
+        StateRow(strategy=name, rank=rank, measured=Ledger(*(size * MB for size in found), buffers_bytes=GB), **of)
+        for (name, rank), found in sizes.items()
+    ]
+    return StateTable(tuple(rows))
+
+
+def states_figure() -> Figure:
+    return plots.plot_states(states_table(), 2)
 
 
 def ranks_figure() -> Figure:
@@ -200,6 +222,7 @@ FIGURES = {
     "overlap": overlap_figure,
     "state": state_figure,
     "ledgers": ledger_figure,
+    "states": states_figure,
     "ranks": ranks_figure,
     "collectives": collectives_figure,
     "gathered": gathered_figure,
@@ -225,6 +248,15 @@ def heights_of(line: Line2D) -> list[float]:
 def texts_of(figure: Figure) -> list[Any]:
     figure.draw_without_rendering()
     return [text for text in figure.findobj(plt.Text) if text.get_text().strip() and text.get_visible()]
+
+
+def test_states_show_the_fullest_rank_of_each_strategy_without_buffers() -> None:
+    axes = states_figure().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ddp", "deepspeed\nzero1"]
+    assert [text.get_text() for text in axes.texts] == ["16.00", "16.00", "16.00", "13.00"]
+    assert axes.get_ylabel() == "state of the fullest of 2 ranks (MB)"
+    with pytest.raises(ValueError, match="num_ranks = 4: the table has runs on \\[2\\] ranks"):
+        plots.plot_states(states_table(), 4)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -1,12 +1,14 @@
-"""How many CPU cores this process may use, counted once for the launcher, the ranks and `vlmcourse doctor`.
+"""This machine: how many CPU cores a process may use, counted once for the launcher, the ranks and `vlmcourse doctor`,
+and the words that a measurement is printed with.
 
-Enters: the machine, and the limits of a container. Leaves: a number. No torch.
+Enters: the machine, and the limits of a container. Leaves: a number; a line. No torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -37,3 +39,12 @@ def _limit_of_version_1() -> int:
     if quota < 0:
         raise ValueError(f"cpu.cfs_quota_us = {quota} is no limit")
     return quota // period
+
+
+def describe_machine() -> str:
+    """Say where numbers are from: cores that may be used, the processor, the system and Python."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # Linux alone has this file
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{num_usable_cores()} cores of {model}, {platform.system()}, Python {platform.python_version()}"

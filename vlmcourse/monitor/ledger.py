@@ -1,8 +1,9 @@
 """Bytes on this rank by owner: the training state between two steps, and all that is alive in the course of one.
 
-Enters: a model (plain or distributed) and its optimizer. Leaves: from `measure_ledger` a `Ledger` of weights, gradients
-and optimizer state, where only this rank's shards count; from `StepLedger` a sample after each operation, activations
-by tower and layer among its owners. Left out on purpose: what the allocator keeps in reserve. Chapters 1 and 4.
+Enters: a model (plain, distributed, or a DeepSpeed engine) and its optimizer. Leaves: from `measure_ledger` a `Ledger`
+of weights, gradients and optimizer state, where only this rank's shards count; from `StepLedger` a sample after each
+operation, activations by tower and layer among its owners. Left out on purpose: what the allocator keeps in reserve.
+Chapters 1, 4 and 5.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from vlmcourse.monitor.storages import GATHERED, TEMPORARY, Entry, Owner, StorageBook
+from vlmcourse.monitor.storages import GATHERED, TEMPORARY, Entry, Owner, StorageBook, storage_of
 from vlmcourse.parallel.apply import plain_parts
 from vlmcourse.parallel.comm import local_part
+from vlmcourse.parallel.owners import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, find_state, find_torch_optimizer
+from vlmcourse.parallel.sync import is_engine
 
 
 @dataclass(frozen=True)
@@ -35,37 +37,39 @@ class Ledger:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    """Everything in `optimizer.state`: Adam's two moments and a step counter a parameter."""
+    """Adam's two moments, a step counter a parameter, and an engine's fp32 copies of weights."""
+    buffers_bytes: int = 0
+    """What an engine keeps to communicate in: no part of the training state, but memory all the same."""
 
     @property
     def total_bytes(self) -> int:
-        """Weights, gradients and optimizer together."""
+        """Weights, gradients and optimizer together: the training state, without buffers."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
-def measure_ledger(model: nn.Module, optimizer: Optimizer | None = None) -> Ledger:
+def measure_ledger(model: nn.Module, optimizer: Any = None) -> Ledger:
     """Count the bytes of weights, gradients and optimizer state that this rank stores.
 
     Args:
-        model: plain, wrapped in DDP, or sharded by FSDP2. Call it after backward to see gradients, and after the first
-            optimizer step to see optimizer state: neither exists earlier.
-        optimizer: the model's optimizer, or None to leave its bytes 0.
+        model: plain, wrapped in DDP, sharded by FSDP2, or a DeepSpeed engine. Call it after backward to see gradients,
+            and after the first optimizer step to see optimizer state: neither exists earlier. An engine forgets its
+            gradients in its step.
+        optimizer: the model's optimizer as a Trainer holds it, or None to leave its bytes 0.
 
     Returns:
-        Bytes of this rank alone. Shared (tied) tensors count once; frozen weights count as weights only.
+        Bytes of this rank alone. Shared (tied) tensors count once; frozen weights count as weights only. An engine's
+        tensors are views of flat memory, which counts once and whole, with what fills it up.
     """
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    state = optimizer.state.values() if optimizer is not None else ()
-    return Ledger(
-        weights_bytes=_num_bytes(parameters),
-        gradients_bytes=_num_bytes(gradients),
-        optimizer_bytes=_num_bytes(value for values in state for value in values.values() if isinstance(value, Tensor)),
-    )
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local_part(tensor).numel() * tensor.element_size() for tensor in tensors)
+    sizes: Counter[str] = Counter()
+    seen: set[int] = set()
+    for owner, tensor in find_state(model, optimizer):
+        storage = storage_of(tensor) if is_engine(model) else None
+        key = id(tensor) if storage is None else storage._cdata
+        if key not in seen:
+            seen.add(key)
+            local = local_part(tensor)
+            sizes[owner] += local.numel() * local.element_size() if storage is None else storage.nbytes()
+    return Ledger(*(sizes[owner] for owner in (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)))
 
 
 # --- A step over time -----------------------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ class StepLedger:
     Use it as a context around whole steps; `samples` has the course of them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, device_type: str = "") -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None, *, device_type: str = "") -> None:
         """Name the owners.
 
         Args:
@@ -130,7 +134,8 @@ class StepLedger:
             ValueError: if the model has no parameter on this rank.
         """
         self.samples: list[Sample] = []
-        self._parts, self._optimizer = plain_parts(model), optimizer
+        self._model, self._parts = model, plain_parts(model)
+        self._optimizer = optimizer
         self._parameters = list(model.parameters())
         if not self._parameters:
             raise ValueError(
@@ -148,9 +153,8 @@ class StepLedger:
 
     def __enter__(self) -> StepLedger:
         for tensor in (*self._parameters, *(b for part in self._parts for b in part.buffers())):
-            self._book.give(tensor, ("weights", ""))
-        self._find_gradients()
-        self._find_optimizer_state()
+            self._book.give(tensor, (WEIGHTS, ""))
+        self._find_state()
         for part in self._parts:
             for name, module in part.named_modules():
                 layer, is_block = _layer_of(name)
@@ -159,9 +163,10 @@ class StepLedger:
                 post = module.register_forward_hook(partial(self._leave_layer, layer, is_block), always_call=True)
                 self._stack.callback(pre.remove)
                 self._stack.callback(post.remove)
-        if self._optimizer is not None:
-            self._stack.callback(self._optimizer.register_step_pre_hook(self._begin_update).remove)
-            self._stack.callback(self._optimizer.register_step_post_hook(self._end_update).remove)
+        updates = find_torch_optimizer(self._model, self._optimizer)
+        if updates is not None:
+            self._stack.callback(updates.register_step_pre_hook(self._begin_update).remove)
+            self._stack.callback(updates.register_step_post_hook(self._end_update).remove)
         self._stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
         self._started_s = time.perf_counter()
         self._stack.enter_context(self._book)
@@ -236,21 +241,23 @@ class StepLedger:
         self.samples.append(Sample(time.perf_counter() - self._started_s, self.phase, live))
 
     def _find_gradients(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                self._book.give(parameter.grad, ("gradients", ""))
+        if not is_engine(self._model):  # after every operation of backward: without a walk through the modules
+            found = ((GRADIENTS, p.grad) for p in self._parameters if p.grad is not None)
+        else:
+            found = (owned for owned in find_state(self._model) if owned[0] in (GRADIENTS, BUFFERS))
+        for owner, tensor in found:
+            self._book.give(tensor, (owner, ""))
 
-    def _find_optimizer_state(self) -> None:
-        state = self._optimizer.state.values() if self._optimizer is not None else ()
-        for value in (value for values in state for value in values.values() if isinstance(value, Tensor)):
-            self._book.give(value, ("optimizer", ""))
+    def _find_state(self) -> None:
+        for owner, tensor in find_state(self._model, self._optimizer):
+            self._book.give(tensor, (owner, ""))
 
     def _begin_update(self, *_: Any) -> None:
         self._find_gradients()
         self._in_update = True
 
     def _end_update(self, *_: Any) -> None:
-        self._find_optimizer_state()
+        self._find_state()
         self._in_update = False
 
     def _pack(self, tensor: Tensor) -> Any:

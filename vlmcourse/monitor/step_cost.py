@@ -43,6 +43,8 @@ class StepCost:
     """If every collective runs as a ring in its group."""
     step_s: float
     """Of the fastest of the timed steps."""
+    seconds: tuple[float, ...] = ()
+    """Of each timed step, in the order of the turns."""
 
 
 def measure_step_costs(trainers: Mapping[str, Trains], num_warmup: int = 2, num_timed: int = 5) -> dict[str, StepCost]:
@@ -73,9 +75,9 @@ def measure_step_costs(trainers: Mapping[str, Trains], num_warmup: int = 2, num_
             trainer.train_step()
         with ActivationMeter() as meter:
             trainer.train_step()
-        own = getattr(trainer.optimizer, "optim", trainer.optimizer)  # zero1: this rank's own part
-        state = measure_ledger(trainer.model, own)
-        costs[name] = StepCost(state, meter.peak_bytes, counter.sent_bytes, min(seconds[name]))
+        state = measure_ledger(trainer.model, trainer.optimizer)
+        times = seconds[name]
+        costs[name] = StepCost(state, meter.peak_bytes, counter.sent_bytes, min(times), tuple(times))
     return costs
 
 

@@ -85,7 +85,7 @@ class StorageBook(TorchDispatchMode):
 
     def enter(self, tensor: Tensor, owner: Owner) -> Entry | None:
         """Add a tensor's storage if it is not in the book; return its entry only if it was added."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None or storage.device.type != self.device_type or storage._cdata in self._entries:
             return None
         key, size = storage._cdata, storage.nbytes()
@@ -97,7 +97,7 @@ class StorageBook(TorchDispatchMode):
 
     def find(self, tensor: Tensor) -> Entry | None:
         """Return the entry of a tensor's storage, or None if it is not in the book."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return None if storage is None else self._entries.get(storage._cdata)
 
     def give(self, tensor: Tensor, owner: Owner) -> Entry | None:
@@ -147,7 +147,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory behind a tensor on this rank; None for what has none (meta, sparse, other subclasses)."""
     local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     local = local.elem if isinstance(local, AsyncCollectiveTensor) else local

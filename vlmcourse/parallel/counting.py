@@ -141,10 +141,7 @@ class CollectiveCounter:
     @property
     def counts(self) -> dict[str, CollectiveCount]:
         """Calls and payload bytes by kind."""
-        counts: dict[str, CollectiveCount] = {}
-        for call in self.calls:
-            counts[call.kind] = counts.get(call.kind, CollectiveCount()) + CollectiveCount(1, call.payload_bytes)
-        return counts
+        return count_calls(self.calls)
 
     @property
     def sent_bytes(self) -> float:
@@ -240,6 +237,14 @@ def _find_group(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 def _num_bytes(argument: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(argument) if isinstance(t, Tensor))
+
+
+def count_calls(calls: Iterable[CollectiveCall]) -> dict[str, CollectiveCount]:
+    """Return how many calls there are of each kind, and their payload."""
+    counts: dict[str, CollectiveCount] = {}
+    for call in calls:
+        counts[call.kind] = counts.get(call.kind, CollectiveCount()) + CollectiveCount(1, call.payload_bytes)
+    return counts
 
 
 def ring_bytes(counts: Mapping[str, CollectiveCount], num_ranks: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from vlmcourse.plots.communication import plot_collectives, plot_gathered_weight
 from vlmcourse.plots.fragmentation import plot_memory_map, plot_memory_over_time, plot_refusal, plot_remedies
 from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
-from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state
+from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state, plot_states
 from vlmcourse.plots.offload import plot_offload
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
 from vlmcourse.plots.precision import (
@@ -72,6 +72,7 @@ __all__ = [
     "plot_schedules",
     "plot_segment_lengths",
     "plot_state",
+    "plot_states",
     "plot_step_formats",
     "plot_step_ledgers",
     "plot_strategies",

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from vlmcourse.monitor.ledger import Ledger
+from vlmcourse.monitor.state_table import StateTable
 from vlmcourse.planner import StateBytes
 from vlmcourse.plots.style import COLOURS, GB, MB, OWNERS, add_owner_legend, new_figure, stack_bars
 
@@ -61,29 +62,58 @@ def plot_ledgers(measured: Mapping[str, Sequence[Ledger]], estimated: Mapping[st
     Returns:
         A figure with a pair of bars for each rank, in MB: hatched for the estimate, plain for the measurement.
     """
+    groups = [
+        [(f"{strategy}\nrank {rank}", estimated[strategy], ledger) for rank, ledger in enumerate(ledgers)]
+        for strategy, ledgers in measured.items()
+    ]
+    title = "What each rank stores: estimated (hatched) and measured (plain)"
+    return _plot_pairs(groups, "training state on this rank (MB)", title)
+
+
+def plot_states(table: StateTable, num_ranks: int) -> Figure:
+    """Draw the state of the fullest rank under each stage of ZeRO, the formula next to what was measured.
+
+    Args:
+        table: of a run on `num_ranks` ranks, with others or without.
+        num_ranks: of the run to draw.
+
+    Returns:
+        A figure with a pair of bars a strategy, in MB: hatched for the formula, plain for the measurement. Buffers,
+        which are no training state, are left out.
+
+    Raises:
+        ValueError: if the table has no run on so many ranks.
+    """
+    rows = [row for row in table.fullest() if row.num_ranks == num_ranks]
+    if not rows:
+        known = sorted({row.num_ranks for row in table.rows})
+        raise ValueError(f"num_ranks = {num_ranks}: the table has runs on {known} ranks; choose one of them")
+    group = [(row.strategy.replace("deepspeed-", "deepspeed\n"), row.formula, row.measured) for row in rows]
+    label = f"state of the fullest of {num_ranks} ranks (MB)"
+    figure = _plot_pairs([group], label, "The formula (hatched) and what is there before the update (plain)")
+    figure.axes[0].set_xlabel("strategy")
+    return figure
+
+
+def _plot_pairs(groups: Sequence[Sequence[tuple[str, StateBytes, Ledger]]], ylabel: str, title: str) -> Figure:
+    """Draw a pair of bars, estimated and measured, for each label; there is a gap between two groups."""
     figure, axes = new_figure(3.6)
     places: list[float] = []
     labels: list[str] = []
     place, highest = 0.0, 0.0
-    for strategy, ledgers in measured.items():
-        for rank, ledger in enumerate(ledgers):
-            plan = {owner: getattr(estimated[strategy], owner) / MB for owner in OWNERS}
+    for group in groups:
+        for label, estimate, ledger in group:
+            plan = {owner: getattr(estimate, owner) / MB for owner in OWNERS}
             real = {owner: getattr(ledger, f"{owner}_bytes") / MB for owner in OWNERS}
             stack_bars(axes, place - 0.21, plan, horizontal=False, width=0.38, hatch="///", alpha=0.55)
             top = stack_bars(axes, place + 0.21, real, horizontal=False, width=0.38)
             for shift, height in ((-0.21, sum(plan.values())), (0.21, top)):
                 axes.text(place + shift, height, f"{height:.2f}", ha="center", va="bottom", fontsize=9)
             places.append(place)
-            labels.append(f"{strategy}\nrank {rank}")
-            place, highest = place + 1, max(highest, top)
+            labels.append(label)
+            place, highest = place + 1, max(highest, top, sum(plan.values()))
         place += 0.4
-    axes.set(
-        xticks=places,
-        xticklabels=labels,
-        ylabel="training state on this rank (MB)",
-        title="What each rank stores: estimated (hatched) and measured (plain)",
-        ylim=(0, 1.15 * highest),
-    )
+    axes.set(xticks=places, xticklabels=labels, ylabel=ylabel, title=title, ylim=(0, 1.15 * highest))
     axes.spines[["top", "right"]].set_visible(False)
     add_owner_legend(axes, OWNERS, loc="upper right")
     return figure

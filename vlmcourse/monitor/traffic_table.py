@@ -1,0 +1,203 @@
+"""Bytes that each rank sends in a step under every stage of ZeRO: counted, by the formula, and why they differ.
+
+Enters: a trainer on each rank, and what is known of its model. Leaves: a `TrafficTable`. Collectives are counted where
+PyTorch dispatches them, in hooks of backward too, whoever calls them; their bytes are those of ring algorithms on both
+sides of the comparison. The counter that sees them is `parallel/counting.py`. Chapter 5.
+
+Source of the formula: Rajbhandari et al. 2020, section 7; of the differences: DeepSpeed 0.19.8 (allreduce_and_scatter
+in runtime/zero/stage_1_and_2.py, partitioned_param_coordinator.py), torch 2.13 (fully_shard, ZeroRedundancyOptimizer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmcourse.layout import DEEPSPEED, align
+from vlmcourse.monitor.state_table import Updates
+from vlmcourse.parallel.counting import CollectiveCount, CollectiveCounter, count_calls
+from vlmcourse.planner.network import Traffic, estimate_step_traffic, ring_sent_bytes
+from vlmcourse.planner.state_layout import FP32_BYTES, ZERO_STAGES, Shape
+
+MB = 10**6
+TOLERANCE = 0.005
+"""Of the bytes sent: what may stay unexplained. It is the counts of tokens, losses and norms; measured: 0.0002."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """What FSDP2 gathers and frees together, by the shapes of the parameters."""
+
+    root: Sequence[Shape]
+    """Of the unit that is whole from forward to backward."""
+    others: Sequence[Sequence[Shape]]
+
+    def num_params(self) -> int:
+        """Elements of all."""
+        return sum(math.prod(shape) for unit in (self.root, *self.others) for shape in unit)
+
+
+@dataclass(frozen=True)
+class TrafficDifference:
+    """Bytes that a rank sends more than the formula says, or fewer, and why."""
+
+    sent_bytes: float
+    reason: str
+
+
+def explain_traffic(units: Units, strategy: str, num_ranks: int, *, frees: bool = False) -> list[TrafficDifference]:
+    """Say where a step's traffic differs from `estimate_step_traffic`, in bytes that one rank sends.
+
+    Args:
+        units: of the whole model, all of it trained in fp32.
+        strategy: a key of `ZERO_STAGES`.
+        num_ranks: of the run.
+        frees: deepspeed-zero3 only: whether its settings let weights go after each use
+            (stage3_max_live_parameters and stage3_max_reuse_distance of 0).
+    """
+    num_bytes = FP32_BYTES * units.num_params()
+    once = ring_sent_bytes("all-gather", num_bytes, num_ranks)
+    found: list[TrafficDifference] = []
+    if strategy == "zero1" or DEEPSPEED.get(strategy) in (1, 2):
+        found.append(TrafficDifference(once, "gradients are all-reduced whole: twice a reduce-scatter"))
+    if DEEPSPEED.get(strategy) == 3 and not frees:
+        reason = "weights are not gathered again for backward: fewer than stage3_max_live_parameters, they stayed whole"
+        found.append(TrafficDifference(-once, reason))
+    if strategy in ("zero2", "fsdp"):
+        root, all_units = ([units.root], [units.root, *units.others])
+        passes = 3 if strategy == "fsdp" else 2
+        filling = passes * (_filled_bytes(all_units, num_ranks) - num_bytes)
+        reason = "every parameter's rows are filled up until the ranks divide them"
+        found.append(TrafficDifference(ring_sent_bytes("all-gather", filling, num_ranks), reason))
+        if strategy == "fsdp":
+            kept = ring_sent_bytes("all-gather", _filled_bytes(root, num_ranks), num_ranks)
+            found.append(TrafficDifference(-kept, "the root unit stays whole from forward to backward"))
+    return found
+
+
+def _filled_bytes(units: Sequence[Sequence[Shape]], num_ranks: int) -> int:
+    rows = ((-(-shape[0] // num_ranks) * num_ranks, shape[1:]) for unit in units for shape in unit)
+    return FP32_BYTES * sum(num_rows * math.prod(rest) for num_rows, rest in rows)
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """One strategy, as one rank saw it."""
+
+    name: str
+    num_ranks: int
+    start: Mapping[str, CollectiveCount]
+    """Collectives that built the distributed model, by kind."""
+    backward: Mapping[str, CollectiveCount]
+    """Of forward and backward of one step."""
+    update: Mapping[str, CollectiveCount]
+    """Of its update."""
+    sent_bytes: float
+    """In this step."""
+    formula: Traffic
+    differences: tuple[TrafficDifference, ...]
+
+    @property
+    def expected_bytes(self) -> float:
+        """The formula with the differences."""
+        return self.formula.total + sum(difference.sent_bytes for difference in self.differences)
+
+    def problems(self, tolerance: float = TOLERANCE) -> list[str]:
+        """Return what is not explained, in a sentence, or nothing.
+
+        Args:
+            tolerance: fraction of the expected bytes.
+        """
+        if abs(self.sent_bytes - self.expected_bytes) <= tolerance * self.expected_bytes:
+            return []
+        return [
+            f"{self.name} on {self.num_ranks} ranks: {self.sent_bytes:,.0f} bytes are sent in a step and "
+            f"{self.expected_bytes:,.0f} should be, within {100 * tolerance:g} %: the strategy, its settings or the "
+            "number of ranks is another than stated"
+        ]
+
+
+@dataclass(frozen=True)
+class TrafficTable:
+    """Rows of one or several runs."""
+
+    rows: tuple[TrafficRow, ...]
+
+    def __add__(self, other: TrafficTable) -> TrafficTable:
+        return TrafficTable(self.rows + other.rows)
+
+    def problems(self, tolerance: float = TOLERANCE) -> list[str]:
+        """Return what no row explains."""
+        return [problem for row in self.rows for problem in row.problems(tolerance)]
+
+    def __str__(self) -> str:
+        """Show MB (10^6 bytes) that a rank sends, and the collectives of a step: calls and payload in MB."""
+        rows = [["strategy", "ranks", "sent", "formula", "expected", "forward and backward", "update", "at start"]]
+        for row in self.rows:
+            sizes = [f"{size / MB:.3f}" for size in (row.sent_bytes, row.formula.total, row.expected_bytes)]
+            calls = [_describe(counts) for counts in (row.backward, row.update, row.start)]
+            rows.append([row.name, str(row.num_ranks), *sizes, *calls])
+        return align(rows)
+
+    def reasons(self) -> str:
+        """Say for each strategy why it sends something else than the formula says, a line each."""
+        rows = [["strategy", "ranks", "MB sent", "reason"]]
+        for row in self.rows:
+            for difference in row.differences:
+                size = f"{difference.sent_bytes / MB:+.3f}"
+                rows.append([row.name, str(row.num_ranks), size, difference.reason])
+        return align(rows)
+
+
+def _describe(counts: Mapping[str, CollectiveCount]) -> str:
+    """Name what moved more than a few bytes."""
+    large = {kind: count for kind, count in counts.items() if count.payload_bytes >= MB / 100}
+    words = [f"{count.calls} {kind} {count.payload_bytes / MB:.2f}" for kind, count in large.items()]
+    return ", ".join(words) or "-"
+
+
+def watch_traffic(
+    start: Callable[[], Updates], units: Units, strategy: str, num_ranks: int, *, name: str = "", frees: bool = False
+) -> tuple[Updates, TrafficRow]:
+    """Build a trainer and count the collectives of its start and of its third step; all ranks must call this.
+
+    Args:
+        start: builds the trainer.
+        units: of its model.
+        strategy: that it was asked for.
+        num_ranks: of the run.
+        name: what the row is called; by default the strategy.
+        frees: as in `explain_traffic`.
+
+    Returns:
+        The trainer, and this rank's row. Strategies arrange their buffers and their order in the first two steps.
+    """
+    with CollectiveCounter() as at_start:
+        trainer = start()
+    trainer.train_step()
+    trainer.train_step()
+    marks: list[int] = []
+
+    def mark(_: Any) -> None:
+        marks.append(len(counter.calls))
+
+    trainer.before_update.append(mark)
+    with CollectiveCounter() as counter:
+        trainer.train_step()
+    trainer.before_update.remove(mark)
+    formula = estimate_step_traffic(
+        units.num_params(), num_ranks, ZERO_STAGES[strategy], weight_bytes=FP32_BYTES, gradient_bytes=FP32_BYTES
+    )
+    row = TrafficRow(
+        name=name or strategy,
+        num_ranks=num_ranks,
+        start=at_start.counts,
+        backward=count_calls(counter.calls[: marks[0]]),
+        update=count_calls(counter.calls[marks[0] :]),
+        sent_bytes=counter.sent_bytes,
+        formula=formula,
+        differences=tuple(explain_traffic(units, strategy, num_ranks, frees=frees)),
+    )
+    return trainer, row

@@ -72,9 +72,7 @@ def apply_strategy(
     """
     offload = offload or OffloadConfig()
     asked = {
-        "the place": "none"
-        if place is None
-        else f"{place.layout}, of {'this' if place.rank == ranks.rank else 'another'} rank",
+        "the place": "none" if place is None else f"{place.layout}, rank is right: {place.rank == ranks.rank}",
         "loss_sum": "none" if loss_sum is None else "given",
         "activations": "none" if activations is None else "given",
         "offload": repr(dataclasses.replace(offload, nvme_path="")),

@@ -89,9 +89,8 @@ def find_place(config: ParallelConfig, ranks: Ranks, shape: VLMShape | None = No
             the model, or the strategy is still auto.
     Communicates: see `check_alike` and `share_mesh`.
     """
-    check_alike(
-        describe_config(config) | {"the model's shape": repr(shape)}, ranks
-    )  # first: a refusal of one rank alone would let the others wait
+    # First: a refusal of one rank alone would let the others wait.
+    check_alike(describe_config(config) | {"the model's shape": repr(shape)}, ranks)
     check_usable(config)
     layout = find_layout(config, ranks.world_size)
     if shape is not None:

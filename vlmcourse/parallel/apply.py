@@ -70,17 +70,11 @@ def apply_strategy(
         RuntimeError: if the result is not what the strategy's name says.
     Communicates: a broadcast of all weights from rank 0 where there are several ranks, and a few bytes of checks.
     """
-    offload = offload or OffloadConfig()
-    asked = {
-        "the place": "none" if place is None else f"{place.layout}, rank is right: {place.rank == ranks.rank}",
-        "loss_sum": "none" if loss_sum is None else "given",
-        "activations": "none" if activations is None else "given",
-        "offload": repr(dataclasses.replace(offload, nvme_path="")),
-    }
+    asked = _describe_arguments(ranks, place, loss_sum, activations, offload)
     check_agreement(model, config, ranks, asked)  # first: a refusal of one rank alone would let the others wait for it
     check_plain(model)
     check_usable(config)
-    if found := offload.contradictions(config):
+    if found := (offload or OffloadConfig()).contradictions(config):
         raise ConfigError("The offload", found)
     if config.strategy in DEEPSPEED:
         raise ValueError(
@@ -210,6 +204,18 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
             )
     for part in model.stages if isinstance(model, PipelinedModel) else [model]:
         _check_part(part, config, layout, ranks, where)
+
+
+def _describe_arguments(
+    ranks: Ranks, place: Place | None, loss_sum: object, activations: object, offload: OffloadConfig | None
+) -> dict[str, str]:
+    """Return which arguments of `apply_strategy` a rank brings, in words."""
+    return {
+        "the place": "none" if place is None else f"{place.layout}, rank is right: {place.rank == ranks.rank}",
+        "loss_sum": "none" if loss_sum is None else "given",
+        "activations": "none" if activations is None else "given",
+        "offload": repr(dataclasses.replace(offload or OffloadConfig(), nvme_path="")),
+    }
 
 
 def _check_place(place: Place | None, config: ParallelConfig, ranks: Ranks) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,9 @@ def count_groups(ranks: Ranks) -> list[int]:
 
 def limits_of_groups() -> list[list[float]]:
     """Return the limits of all groups, those of axes and of axes in one among them, as made and as changed later."""
-    found = []
+    own = dist.new_group(timeout=timedelta(seconds=5))
+    found = [[group_timeout_s(own), group_timeout_s()]]
+    dist.destroy_process_group(own)
     for limit_s in (0, 7, 20):
         if limit_s:
             limit_collectives(limit_s)

@@ -75,7 +75,8 @@ DISAGREE = {
 
 def test_every_group_has_the_time_limit_of_the_ranks_and_follows_a_change(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
-        made, shorter, again = of_rank["limits"]
+        own, made, shorter, again = of_rank["limits"]
+        assert own == [5, 20]
         assert len(made) > 6
         assert set(made) == {20} and set(shorter) == {7} and set(again) == {20}
 

@@ -2,7 +2,9 @@
 
 Enters: code that runs inside `with NonFiniteWatch()`. Leaves: the place of that operation. Masks write infinities on
 purpose, so an operation counts only if it makes a kind of non-number (inf, -inf, nan) that none of its inputs has: the
-softmax of a row that is masked everywhere makes NaN of -inf. `nan_finder` is built on it. Chapter 3.
+softmax of a row that is masked everywhere makes NaN of -inf. Only the operations in `TOLD` are known to write them so:
+a mask that overflows in a sum or a cast, or is the log of zero, is told as a first place. `nan_finder` is built on it.
+Chapter 3.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from vlmcourse.monitor.op_dtypes import SHORT, innermost
 
 UNWRITTEN = ("empty", "new_empty")
 """Operations, by how their names begin, that return memory that nobody has written to yet."""
-TOLD = ("masked_fill", "full", "where", "scalar_tensor", "fill", "new_full", "index_fill", "constant_pad_nd")
+TOLD = ("masked_fill", "full", "where", "scalar_tensor", "fill", "new_full", "index_fill", "constant_pad_nd", "scatter")
 """Operations that write an infinity because they were told to: masks."""
 DIVISORS = {"log": 0, "log2": 0, "log10": 0, "reciprocal": 0, "rsqrt": 0, "div": 1}
 """Operations that a zero breaks, and which of their arguments it must be in; log_softmax and the like are others."""

@@ -112,6 +112,8 @@ def test_plain_numbers_lie_in_both_octaves_at_each_border() -> None:
         lambda fates: map(str, fates),
         lambda fates: (fate for fate in fates),
         lambda fates: dict(enumerate(fates)).values(),
+        lambda fates: [np.where(True, fate, "") for fate in fates],
+        lambda fates: np.array([[fate] for fate in fates]),
     ],
 )
 def test_any_iterable_of_fates_is_a_list_of_them(style, capsys) -> None:
@@ -129,7 +131,7 @@ def test_any_iterable_of_fates_is_a_list_of_them(style, capsys) -> None:
         (lambda fates: itertools.repeat("zero"), "not more of them"),
         (lambda fates: (1 / 0 for _ in fates), "ZeroDivisionError"),
         (lambda fates: np.array([fates]), "not a ndarray"),
-        (lambda fates: [np.array([fate]) for fate in fates], "becomes"),
+        (lambda fates: [[fate] for fate in fates], "becomes"),
     ],
 )
 def test_what_is_no_list_of_fates_is_named(answer, words: str, capsys) -> None:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from enum import Enum
 from types import NoneType
 from typing import Any
 
@@ -184,12 +185,21 @@ def _listing(function: Any) -> Any:
         found = function(values, exponent_bits, mantissa_bits)
         if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping, Set)):
             return found
-        items: list[Any] = list(itertools.islice(found, most))
+        items = [_plain_item(item) for item in itertools.islice(found, most)]
         if not isinstance(found, Sequence) and not any(isinstance(item, str) for item in items):
             return found  # such as a tensor of numbers
         return [item if isinstance(item, (str, int, float, NoneType)) else f"{item!r:.20}" for item in items]
 
     return listing
+
+
+def _plain_item(item: Any) -> Any:
+    """Return what an array or an enumeration's member of one text stands for; else the item itself."""
+    if isinstance(item, Enum):
+        return item.value
+    if getattr(item, "shape", None) in ((), (1,)):
+        return item.item()
+    return item
 
 
 def _no_list(value: Any, length: int) -> str:

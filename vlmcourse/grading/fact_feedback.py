@@ -41,6 +41,7 @@ def _try(answer: Callable[[Any], Any], case: Any) -> Any:
 BIASES: Sequence[tuple[str, Callable[[int], int]]] = (
     ("2^(e-1)", lambda e: 2 ** (e - 1)),
     ("2^(e-1) - 2", lambda e: 2 ** (e - 1) - 2),
+    ("2^(e-1) + 1", lambda e: 2 ** (e - 1) + 1),
     ("2^e - 1", lambda e: 2**e - 1),
     ("2^e - 2", lambda e: 2**e - 2),
 )

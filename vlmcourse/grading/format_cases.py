@@ -78,9 +78,9 @@ def _plain_numbers(form: FloatFormat, draw: random.Random) -> list[float]:
     found += [2 ** draw.uniform(normal + 0.1, high - 0.6) for _ in range(3)]
     found += [2 ** draw.uniform(high + 1, high + 6), 0.0]
     for border, below, above in (
-        (form.smallest_subnormal, (0.3, 0.45), (1.1, 1.9)),
-        (form.smallest_normal, (0.55, 0.8), (1.1, 1.9)),
-        (2.0 ** (form.max_exponent + 1), (0.55, 0.8), (1.1, 1.9)),
+        (form.smallest_subnormal, (0.3, 0.45), (1.1, 1.7)),
+        (form.smallest_normal, (0.55, 0.8), (1.1, 1.7)),
+        (2.0 ** (form.max_exponent + 1), (0.55, 0.8), (1.1, 1.7)),
     ):
         found += [border * draw.uniform(*below), border * draw.uniform(*above)]
     draw.shuffle(found)

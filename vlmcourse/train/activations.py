@@ -15,7 +15,7 @@ Source: torch.utils.checkpoint documentation; torchtitan's order of tensor paral
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -129,6 +129,7 @@ def cover_blocks(
             the tower has no list `blocks`, or the segments are none.
     """
     _list_of_blocks(tower)  # refuses what is no tower, such as segments given first
+    segments = tuple(segments) if isinstance(segments, Iterable) else (segments,)  # type: ignore[assignment]
     if any(not isinstance(segment, Segment) for segment in segments):
         raise ValueError(
             f"segments = {segments!r:.60}: must be `Segment`s; after the tower, give what "

@@ -129,7 +129,7 @@ def count_groups(ranks: Ranks) -> list[int]:
 
 def limits_of_groups() -> list[list[float]]:
     """Return the limits of all groups, those of axes and of axes in one among them, as made and as changed later."""
-    own = dist.new_group(timeout=timedelta(seconds=5))
+    own: Any = dist.new_group(timeout=timedelta(seconds=5))
     found = [[group_timeout_s(own), group_timeout_s()]]
     dist.destroy_process_group(own)
     for limit_s in (0, 7, 20):

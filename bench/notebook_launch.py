@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import queue
 import re
 import statistics
@@ -26,6 +25,8 @@ from pathlib import Path
 
 import psutil
 from notebook_tools import TOOLS, Tool, hide_pkill
+
+from vlmcourse.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -368,13 +369,10 @@ def measure_row(tool: Tool, columns: list[str], limits: Limits) -> list[str]:
     return row + [""] * (len(columns) + 1 - len(row))
 
 
-def describe_machine() -> str:
+def describe_tools() -> str:
     """Say where the numbers are from."""
-    model = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo", encoding="utf-8") if sys.platform == "linux" else open(os.devnull) as file:
-        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
-    parts = [f"{os.cpu_count()} cores of {model}", f"{platform.system()}", f"Python {platform.python_version()}"]
-    return ", ".join([*parts, f"torch {version('torch')}", f"ipykernel {version('ipykernel')}", "2 ranks on gloo"])
+    versions = [f"{name} {version(name)}" for name in ("torch", "ipykernel")]
+    return ", ".join([describe_machine(), *versions, "2 ranks on gloo"])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -392,7 +390,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [measure_row(tool, options.columns, limits) for tool in TOOLS if tool.key in options.only]
     command = "python bench/notebook_launch.py " + " ".join(sys.argv[1:] if arguments is None else arguments)
     table = [head, ["---"] * len(head), *rows]
-    text = f"{describe_machine()}. Made by `{command.strip()}`.\n\n" + "".join(
+    text = f"{describe_tools()}. Made by `{command.strip()}`.\n\n" + "".join(
         f"| {' | '.join(row)} |\n" for row in table
     )
     print(text, end="")

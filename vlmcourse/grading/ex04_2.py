@@ -18,6 +18,7 @@ from vlmcourse.grading.pair_ranks import (
     COLLECTIVE_LIMIT_S,
     AnswerReports,
     run_answers,
+    show_kinds,
     show_rank_prints,
     show_unfinished,
 )
@@ -234,8 +235,7 @@ def grade_steps(reports: AnswerReports, points: float, num_cases: int) -> float:
         num_accumulated += is_accumulated(case)
         for name, value in (("gradient", has_gradient), ("exchange", exchanged_once), ("loss", has_loss)):
             counts[name] += value
-    for sentences in list(shown.values())[:MAX_SHOWN]:
-        print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
+    show_kinds(shown, MAX_SHOWN)
     show_unfinished(reports, num_cases)
     if num_accumulated < len(reports.cases):
         print(f"only cases that accumulate earn points: {num_accumulated} of {num_cases}")

@@ -21,6 +21,7 @@ from vlmcourse.grading.pair_ranks import (
     COLLECTIVE_LIMIT_S,
     AnswerReports,
     run_answers,
+    show_kinds,
     show_rank_prints,
     show_unfinished,
 )
@@ -212,8 +213,7 @@ def grade_reports(reports: AnswerReports, points: float, num_cases: int) -> floa
         counts["output"] += is_right(case, "y")
         counts["x.grad"] += whole and is_right(case, "x.grad")
         counts["gradients of the parts"] += right_parts == len(PARTS)
-    for sentences in list(shown.values())[:MAX_SHOWN]:
-        print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
+    show_kinds(shown, MAX_SHOWN)
     if "unsolved" in shown:
         return 0.0
     show_unfinished(reports, num_cases)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vlmcourse.grading.checks import award, explain_signature
 from vlmcourse.grading.lab01_1 import is_blank
-from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_rank_prints
+from vlmcourse.grading.pair_ranks import COLLECTIVE_LIMIT_S, AnswerReports, run_answers, show_kinds, show_rank_prints
 from vlmcourse.grading.zero_cases import make_zero_cases
 from vlmcourse.grading.zero_feedback import (
     ABORTED,
@@ -82,8 +82,7 @@ def _find_problem(optimizer_class: Any) -> str:
 def grade_optimizer(reports: AnswerReports, points: float, num_cases: int) -> float:
     """Print what was wrong in an answer's cases and return its points."""
     shown = explain_cases(reports.cases)
-    for sentences in list(shown.values())[:MAX_SHOWN]:
-        print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
+    show_kinds(shown, MAX_SHOWN)
     if len(reports.cases) < num_cases:
         if reports.failure and all(case.is_done for case in reports.cases):
             print(ABORTED if "SIGABRT" in reports.failure else f"The ranks did not come to an end: {reports.failure}")

@@ -178,6 +178,12 @@ def show_rank_prints(reports: AnswerReports) -> None:
         show_printed([(printed, True)], who=f"your code, on rank {rank},")
 
 
+def show_kinds(shown: Mapping[str, Sequence[str]], most: int) -> None:
+    """Print the first sentence of each kind of mistake, for at most so many kinds, and how many are like it."""
+    for sentences in list(shown.values())[:most]:
+        print(sentences[0] + (f" (and {len(sentences) - 1} more like it)" if len(sentences) > 1 else ""))
+
+
 def _pack(function: Any) -> bytes:
     try:
         return cloudpickle.dumps(function)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from vlmcourse.notebook.jobs import JobFolder
-from vlmcourse.parallel.ranks import Ranks, init_ranks, limit_all_groups, shutdown_ranks
+from vlmcourse.parallel.ranks import Ranks, init_ranks, limit_groups, shutdown_ranks
 
 LEAVE_LAST_S = 2.0
 """How long rank 0 waits for the others at the end; then a rank that waits for it in vain loses its connection."""
@@ -31,9 +31,8 @@ def join_group(timeout_s: float) -> Ranks:
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Let every collective that begins from now on take at most so long, in the groups of meshes too."""
-    if dist.is_initialized():
-        limit_all_groups(timeout_s)
+    """Let every collective that begins from now on take at most so long, in every group that there is."""
+    limit_groups(list(distributed_c10d._world.pg_map), timeout_s)
 
 
 def accept_second_init(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
 from vlmcourse.parallel.comm import check_alike
-from vlmcourse.parallel.ranks import Ranks, group_timeout_s, limit_all_groups, share_mesh
+from vlmcourse.parallel.ranks import Ranks, limit_mesh, share_mesh
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
 
@@ -63,8 +63,8 @@ class Place:
         of data-parallel ranks, and the weights are sharded over them too.
         """
         mesh = self._live_mesh()
-        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if self.layout.cp > 1 else mesh["dp_shard"]
-        limit_all_groups(group_timeout_s())  # flattening made a group
+        flat = self.layout.cp > 1
+        shards = limit_mesh(mesh["dp_shard", "cp"]._flatten("dp_shard_cp")) if flat else mesh["dp_shard"]
         if self.layout.dp_replicate == 1:
             return shards
         name = "dp_shard_cp" if self.layout.cp > 1 else "dp_shard"

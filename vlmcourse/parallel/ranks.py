@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -143,16 +144,18 @@ def share_mesh(ranks: Ranks, sizes: tuple[int, ...], axes: tuple[str, ...]) -> D
         atexit.register(_meshes.clear)  # before the interpreter is gone, see `shutdown_ranks`
     if (world, grid) not in _meshes:
         _meshes[world, grid] = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=axes)
-    limit_all_groups(group_timeout_s())
-    return _meshes[world, grid]
+    return limit_mesh(_meshes[world, grid])
 
 
-def limit_all_groups(timeout_s: float) -> None:
-    """Let every collective that begins from now on, in any group of this process, take at most so many seconds.
+def limit_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a mesh the time limit of all ranks: PyTorch gives them 30 minutes; return the mesh."""
+    limit_groups(mesh.get_all_groups(), group_timeout_s())
+    return mesh
 
-    The group of an axis of a mesh has PyTorch's 30 minutes otherwise, whatever `init_ranks` was told.
-    """
-    for group in list(distributed_c10d._world.pg_map):
+
+def limit_groups(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> None:
+    """Let every collective that begins from now on in these groups take at most so many seconds."""
+    for group in groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 

@@ -1,8 +1,8 @@
 """A training run as a Kubernetes PyTorchJob: one pod a machine, each with one `torchrun`.
 
 Enters: names, numbers and the text of the TOML file, and of the ds_config.json that it names. Leaves: YAML of two
-objects: a ConfigMap with these texts, and a `kubeflow.org/v1` PyTorchJob, whose operator tells every pod where the first
-is (MASTER_ADDR, MASTER_PORT) and which it is itself (RANK, counted over pods here).
+objects: a ConfigMap with these texts, and a `kubeflow.org/v1` PyTorchJob, whose operator tells every pod where the
+first is (MASTER_ADDR, MASTER_PORT) and which it is itself (RANK, counted over pods here).
 """
 
 from __future__ import annotations

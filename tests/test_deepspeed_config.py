@@ -146,10 +146,17 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     (zero(stage=4), "zero_optimization.stage = 4: must be one of 0, 1, 2, 3"),
     (
         zero(reduce_bucket_size="5e8"),
-        'zero_optimization.reduce_bucket_size = "5e8": must be a whole number, 0 or \
+        'zero_optimization.reduce_bucket_size = "5e8": must be a whole number, 1 or \
 greater, not a text',
     ),
     (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size = 0: must be 1 or greater"),
+    ({"train_batch_size": "32"}, 'train_batch_size = "32": must be a whole number, 1 or greater, not a text'),
+    ({"train_batch_size": 1.5}, "train_batch_size = 1.5: must be a whole number, 1 or greater"),
+    (
+        {"enabled": True},
+        "enabled: DeepSpeed 0.19.8 has no such key; it belongs into one of its sections, such as 'fp16', 'bf16', "
+        "'torch_autocast', 'tensorboard'",
+    ),
     (zero(sub_group_size=1.5), "zero_optimization.sub_group_size = 1.5: must be a whole number, 0 or greater"),
     (zero(overlap_comm="true"), 'zero_optimization.overlap_comm = "true": must be true or false, not a text'),
     (
@@ -434,8 +441,30 @@ def test_each_key_is_explained_with_its_value_where_that_comes_from_and_the_defa
     assert (row.value, row.source, row.default) == (640, "auto", 100_000)
     assert (rows["steps_per_print"].value, rows["steps_per_print"].source) == (2000, "file")
     assert "whole on every rank" in row.does
+    assert (rows["optimizer.params.lr"].value, rows["optimizer.params.lr"].source) == (1e-3, "auto")
+    several = {"lr_vision": 1e-4, "lr_projector": 1e-3, "lr_language": 3e-4}
+    (row,) = explain_deepspeed(RIGHT, make_run(optimizer=several), ["optimizer.params.lr"])
+    assert row.value == {"vision": 1e-4, "projector": 1e-3, "language": 3e-4}
+    assert "vision 0.0001, projector 0.001, language 0.0003" in explanation_table([row])
     without = {row.name: row for row in explain_deepspeed(RIGHT)}
     assert without["train_batch_size"].value == "auto"
+
+
+def test_auto_is_filled_in_by_the_stage_of_the_file() -> None:
+    name = "zero_optimization.stage3_param_persistence_threshold"
+    for stage, of_run, value in (
+        (3, 2, 640),
+        (2, 3, 100_000),
+        ("auto", 3, 640),
+        ("auto", 2, 100_000),
+        (None, 3, 100_000),
+    ):
+        file = {"stage": stage, "stage3_param_persistence_threshold": "auto"}
+        settings = {"zero_optimization": {key: value for key, value in file.items() if value is not None}}
+        (row,) = explain_deepspeed(settings, make_run(of_run), [name])
+        assert row.value == value, (stage, of_run)
+    kept = zero(stage=2, stage3_param_persistence_threshold="auto")
+    assert not any("only stage 3 reads it" in problem for problem in find_deepspeed_problems(kept, make_run(3)))
 
 
 def test_keys_that_are_not_written_can_be_explained_too() -> None:
@@ -487,6 +516,15 @@ def test_the_command_explains_a_file_and_then_says_what_is_wrong(
     assert len(found["problems"]) == 1 and found["keys"][0]["name"] == "zero_optimization.stage"
     assert cli.main(["explain", "right.json", "--nproc", "2"]) == 2
     assert "with --config" in capsys.readouterr().err
+    for strategy in ("ddp", "auto", "accelerate-ddp"):
+        run = ["--config", "run.toml", "--set", f"parallel.strategy={strategy}", "--nproc", "2"]
+        assert cli.main(["train", *run[1:], "--deepspeed", "right.json"]) == 2
+        sentence = capsys.readouterr().err.splitlines()[1]
+        assert "only DeepSpeed reads it" in sentence
+        assert cli.main(["explain", "right.json", *run]) == 2
+        assert sentence in capsys.readouterr().err.splitlines()
+        assert cli.main(["explain", "right.json", *run, "--json"]) == 2
+        assert sentence.removeprefix("  - ") in json.loads(capsys.readouterr().out)["problems"]
     assert cli.main(["explain", "right.json", "--all"]) == 0
     assert "aio.block_size" in capsys.readouterr().out
 
@@ -496,4 +534,6 @@ def test_train_refuses_a_file_before_any_rank_starts(files: Path, capsys: pytest
     said = capsys.readouterr().err
     assert "wrong.json has 2 problems" in said and "set the strategy to 'deepspeed-zero2'" in said
     assert cli.main(["train", "run.toml", "--nproc", "2", "--deepspeed", "none.json"]) == 2
-    assert "There is no file 'none.json'" in capsys.readouterr().err
+    assert f"There is no file 'none.json' in the folder {str(files)!r}: give the path" in capsys.readouterr().err
+    assert cli.main(["explain", str(files)]) == 2
+    assert f"{str(files)!r} is a folder: give the path of DeepSpeed's JSON" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any
 from vlmcourse.deepspeed_config.auto import AUTO, FILLED_IN, Run
 from vlmcourse.deepspeed_config.names import read_keys, walk
 from vlmcourse.deepspeed_config.rules import Values, find_contradictions, find_inconsistencies, find_unfilled
-from vlmcourse.values import ConfigError
+from vlmcourse.values import ConfigError, describe_missing
 
 BROUGHT_BY_THE_RUN = ("optimizer", "scheduler")
 """Sections that DeepSpeed is not given."""
@@ -30,7 +30,7 @@ def load_deepspeed_json(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"There is no file {str(path)!r}: give the path of DeepSpeed's JSON configuration")
+        raise FileNotFoundError(describe_missing(path, "file", "DeepSpeed's JSON configuration"))
     twice: list[str] = []
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

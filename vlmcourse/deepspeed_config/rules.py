@@ -70,6 +70,7 @@ class Values:
         self.written = reading.values
         self.sections = reading.sections
         self.filled: dict[str, Any] = {}
+        run = run and run.for_file(reading.values)
         for name, value in reading.values.items():
             is_auto = value == "auto" and name in AUTO
             self.filled[name] = value if not is_auto else None if run is None else AUTO[name](run)

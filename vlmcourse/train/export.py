@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from vlmcourse.data.tokenizer import BUILTIN_FOLDER
 from vlmcourse.models.hf import save_hf_folder
 from vlmcourse.models.vlm import build_model
+from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.presets import LanguageShape, VisionShape, VLMShape
 from vlmcourse.train.folder import META_NAME, find_checkpoint, read_meta
 from vlmcourse.train.plain_checkpoint import quiet_alone, readable_errors
@@ -34,7 +35,6 @@ from vlmcourse.train.plain_checkpoint import quiet_alone, readable_errors
 DTYPES = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 """What weights may be written as; saved is what the checkpoint holds."""
 MAX_SHARD_BYTES = 5 * 10**9
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,8 +276,8 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
         raise ValueError(
-            f"{str(folder)!r}: the weights take {needed_bytes / GIB:.2f} GiB and its disk has {free_bytes / GIB:.2f} "
-            "GiB free: free some, choose another disk with --out, or write half the bytes with --dtype bf16"
+            f"{str(folder)!r}: the weights take {show_bytes(needed_bytes)} and its disk has {show_bytes(free_bytes)} "
+            "free: free some, choose another disk with --out, or write half the bytes with --dtype bf16"
         )
 
 
@@ -285,7 +285,7 @@ def describe(exported: Exported) -> str:
     """Return one line for a person."""
     return (
         f"{exported.checkpoint}: step {exported.step} of {exported.strategy}, {exported.num_params:,} weights in "
-        f"{exported.dtype}, {exported.weight_bytes / GIB:.2f} GiB -> {exported.folder}"
+        f"{exported.dtype}, {show_bytes(exported.weight_bytes)} -> {exported.folder}"
     )
 
 

@@ -8,16 +8,18 @@ every strategy. Chapter 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from vlmcourse.data.samples import Batch
 from vlmcourse.layout import Layout
 from vlmcourse.monitor.metrics import TokenCount
+from vlmcourse.monitor.step_clock import StepClock, mark_tail
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import sum_over_ranks
 from vlmcourse.parallel.pipelined import PipelinedModel
@@ -48,6 +50,8 @@ class Accumulation:
     """What gradients are multiplied by, but not the loss that is returned: the scale of a `LossScaler`."""
     check_silence: bool = False
     """Whether to count the collectives of the first of several micro-batches, and refuse an exchange of gradients."""
+    clock: StepClock = field(default_factory=StepClock)
+    """Is told when forward and backward run; outside of a step it does not listen."""
 
 
 def accumulate_gradients(
@@ -96,7 +100,8 @@ def accumulate_gradients(
     if isinstance(model, PipelinedModel):
         _check_pipeline_loss(model, how)
         context = partial(autocast, precision, ranks.device)
-        loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
+        with _timed_actions(model, how.clock):
+            loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
         model.pipeline.reduce_tied_gradients()
     else:
         loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale, how)
@@ -145,10 +150,33 @@ def _run_one_by_one(
         is_watched = how.check_silence and i == 0 and not is_last and not how.every and ranks.world_size > 1
         watch = refuse_exchange(model, f"rank {ranks.rank}: micro-batch 1 of {len(batches)}")
         with watch if is_watched else nullcontext(), gradient_sync(model, is_last, *every):
-            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision, *weighting)
-            run_backward(model, loss_sum * loss_scale)
+            with how.clock.phase("data_wait"):
+                batch = batch.to(ranks.device)
+            with how.clock.phase("forward"):
+                loss_sum = micro_batch_loss_sum(model, batch, precision, *weighting)
+            with how.clock.phase("backward"):
+                loss = loss_sum * loss_scale
+                mark_tail(how.clock, model, loss)
+                run_backward(model, loss)
         loss_sums.append(loss_sum.detach())
     return loss_sums
+
+
+@contextmanager
+def _timed_actions(model: PipelinedModel, clock: StepClock) -> Iterator[None]:
+    """Tell the clock when a stage runs forward and when backward, whatever else looks at the actions."""
+    pipeline = model.pipeline
+    inner = pipeline.on_action
+
+    def on_action(kind: str, microbatch: int, stage: int, run: Callable[[], Any]) -> Any:
+        with clock.phase("forward" if kind == "F" else "backward"):
+            return run() if inner is None else inner(kind, microbatch, stage, run)
+
+    pipeline.on_action = on_action if clock.is_running else inner
+    try:
+        yield
+    finally:
+        pipeline.on_action = inner
 
 
 def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str, weighting: str = "tokens") -> Tensor:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from typing import Any
 from tqdm import tqdm
 
 from vlmcourse.config import TOWERS, TrainConfig
+from vlmcourse.layout import Layout
 from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
-from vlmcourse.monitor.metrics import TokenCount
+from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
+from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.train.evaluate import ExactMatch
 from vlmcourse.train.folder import check_run_folder, move_aside, run_folder
 
 COLUMNS = (
@@ -94,6 +98,72 @@ class TrainResult:
     def summary(self) -> dict[str, Any]:
         """Return everything but the long lists, ready for JSON."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("losses", "history")}
+
+
+class RunTotals:
+    """What the steps of one call to `fit` add up to."""
+
+    def __init__(self) -> None:
+        """Begin now."""
+        self.losses: list[float] = []
+        self.throughput = Throughput()
+        self._train_seconds, self._num_steps, self._started_s = 0.0, 0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the beginning."""
+        return time.perf_counter() - self._started_s
+
+    def add(self, step: StepReport) -> None:
+        """Count one step."""
+        self.losses.append(step.loss)
+        self.throughput.add(step.tokens, step.seconds)
+        self._train_seconds, self._num_steps = self._train_seconds + step.seconds, step.step
+
+    def summarise(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        layout: Layout,
+        *,
+        strategy: str,
+        exact: ExactMatch,
+        global_batch_size: int,
+        history: list[dict[str, Any]],
+    ) -> TrainResult:
+        """Return what a run of one step or more came to; all ranks must call this.
+
+        Args:
+            config: the run.
+            ranks: this process's place.
+            layout: the degrees of the run.
+            strategy: as it was settled.
+            exact: of the last evaluation.
+            global_batch_size: samples of one optimizer step.
+            history: the logged rows.
+        Communicates: an all-reduce of 8 bytes.
+        """
+        seconds = self.seconds
+        peak_bytes, peak_is = measure_peak_bytes(ranks.device)
+        return TrainResult(
+            loss_first=self.losses[0],
+            loss_last=self.losses[-1],
+            exact_match=exact.fraction,
+            tokens_per_s=self.throughput.mean().total,
+            peak_bytes=round(max_over_ranks([peak_bytes], ranks)[0]),
+            peak_is=peak_is,
+            strategy=strategy,
+            layout=str(layout),
+            world_size=ranks.world_size,
+            seconds=seconds,
+            train_seconds=self._train_seconds,
+            num_steps=self._num_steps,
+            global_batch_size=global_batch_size,
+            num_questions=exact.num_questions,
+            output_dir=str(run_folder(config)),
+            losses=self.losses,
+            history=history,
+        )
 
 
 class RunReport:

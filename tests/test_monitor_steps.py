@@ -1,0 +1,296 @@
+"""Where the time of a step goes: the clock's phases, waits for other ranks, the file of each rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import build_trainer, parity_config
+from ranks import run_worker
+from ranks_worker import config_in
+from step_clock_worker import CASES, SLEEP_S, SLOW_RANK
+
+from vlmcourse.layout import DEEPSPEED, SHARDED
+from vlmcourse.monitor import step_clock, step_log, waits
+from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
+from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
+from vlmcourse.parallel.ranks import Ranks
+
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+PARTS = [f"{phase}_s" for phase in PHASES]
+
+
+class FakeTime:
+    """A clock that moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now_s)
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def parts_of(times: StepTimes) -> dict[str, float]:
+    return {name.removesuffix("_s"): value for name, value in vars(times).items() if name != "step_s"}
+
+
+def test_a_moment_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+    with clock.step():
+        fake.pass_s(1)
+        with clock.phase("data_wait"):
+            fake.pass_s(2)
+        with clock.phase("forward"):
+            fake.pass_s(4)
+            with clock.phase("communication"):
+                fake.pass_s(8)
+                with clock.phase("communication"):
+                    fake.pass_s(16)
+            fake.pass_s(32)
+        with clock.phase("backward"):
+            fake.pass_s(64)
+            clock.turn("communication")
+            fake.pass_s(128)
+        with clock.phase("optimizer"):
+            fake.pass_s(256)
+        fake.pass_s(512)
+    (times,) = clock.take()
+    expected = {"data_wait": 2, "forward": 36, "backward": 64, "communication": 152, "optimizer": 256, "other": 513}
+    assert parts_of(times) == expected
+    assert times.step_s == 1023 and times.own_s == 1023 - 152
+    assert clock.take() == [] and not clock.is_running
+
+
+def test_outside_of_a_step_and_after_one_that_failed_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+    with clock.phase("forward"):
+        clock.turn("communication")
+    with pytest.raises(ZeroDivisionError), clock.step(), clock.phase("forward"):
+        fake.pass_s(1)
+        raise ZeroDivisionError
+    assert clock.take() == [] and not clock.is_running
+    with clock.step():
+        fake.pass_s(2)
+    assert [times.step_s for times in clock.take()] == [2]
+
+
+class FakeEvent:
+    """A CUDA event whose moment comes when the GPU has got there."""
+
+    gpu_s = 0.0
+    done_s = -1.0
+
+    def record(self, stream: object) -> None:
+        self.at_s = FakeEvent.gpu_s
+
+    def query(self) -> bool:
+        return self.at_s <= FakeEvent.done_s
+
+    def synchronize(self) -> None:
+        FakeEvent.done_s = max(FakeEvent.done_s, self.at_s)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query() or FakeEvent.done_s >= end.at_s, "an event was read before it had come"
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_on_a_gpu_a_step_is_read_when_its_events_have_come_and_nothing_waits_for_them() -> None:
+    FakeEvent.gpu_s, FakeEvent.done_s = 0.0, -1.0
+    with (
+        mock.patch.object(torch.cuda, "Event", lambda enable_timing: FakeEvent()),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: "the stream"),
+    ):
+        clock = StepClock(torch.device("cuda", 0))
+        for length_s in (1.0, 2.0):
+            with clock.step(), clock.phase("forward"):
+                FakeEvent.gpu_s += length_s
+            if length_s == 1.0:
+                assert clock.take() == []
+                FakeEvent.done_s = 1.0
+        assert [times.forward_s for times in clock.take()] == [1.0]
+        assert clock.take() == [] and [times.forward_s for times in clock.take(wait=True)] == [2.0]
+        with clock.step():
+            assert clock.sees_this_thread()
+            seen: list[bool] = []
+            thread = threading.Thread(target=lambda: seen.append(clock.sees_this_thread()))
+            thread.start()
+            thread.join()
+            assert seen == [True]  # backward runs in another thread, on the same stream
+            with mock.patch.object(torch.cuda, "current_stream", lambda device: "another"):
+                assert not clock.sees_this_thread()
+
+
+def test_where_a_wait_is_between_streams_communication_is_absent_and_not_zero() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    for strategy in (*SHARDED, *DEEPSPEED):
+        assert not tells_communication(strategy, gpu) and tells_communication(strategy, cpu)
+    assert all(tells_communication(strategy, gpu) for strategy in ("single", "ddp", "zero1", "accelerate-ddp"))
+    clock = StepClock(tells_communication=False)
+    with clock.step(), waits.watch_waits(clock):
+        pass
+    (times,) = clock.take()
+    assert times.communication_s is None and times.own_s is None
+
+
+def test_waits_of_other_threads_are_not_the_steps() -> None:
+    clock, calls = StepClock(), []
+    watched = waits._counted(lambda: calls.append(1), clock)
+    with clock.step(), mock.patch.object(clock, "phase", side_effect=clock.phase) as phase:
+        thread = threading.Thread(target=watched)
+        thread.start()
+        thread.join()
+        assert phase.call_count == 0
+        watched()
+        assert phase.call_count == 1
+    assert calls == [1, 1]
+
+
+def test_what_is_watched_is_put_back() -> None:
+    before = dist.Work.wait, waits.functional.wait_tensor
+    with mock.patch.object(dist, "is_initialized", lambda: True), waits.watch_waits(StepClock()):
+        assert dist.Work.wait is not before[0] and waits.functional.wait_tensor is not before[1]
+    assert (dist.Work.wait, waits.functional.wait_tensor) == before
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_read_up_to_its_last_whole_line_and_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+    writer = StepLogWriter(tmp_path, 0)
+    records = [StepRecord(step=i, start_s=float(i), step_s=0.5, samples=3, cpu_percent=float("nan")) for i in (1, 2, 3)]
+    for record in records:
+        writer.write(record)
+    event = EventRecord(event="checkpoint", step=2, start_s=2.5, seconds=0.25)
+    writer.write(event)
+    path = tmp_path / "steps" / "rank0000.jsonl"
+    lines = path.read_text().splitlines()  # before the file is closed
+    assert json.loads(lines[0]) == {"step": 1, "start_s": 1.0, "step_s": 0.5, "samples": 3}
+    with path.open("a") as file:
+        file.write('{"step": 4, "start_s": 4.0, "ste')
+    (log,) = read_step_log(tmp_path).values()
+    assert [record.step for record in log.steps] == [1, 2, 3] and log.events == [event]
+    writer.close()
+    writer = StepLogWriter(tmp_path, 0, keep_until_step=2)
+    writer.write(StepRecord(step=3, start_s=9.0, step_s=0.5))
+    writer.close()
+    (log,) = read_step_log(tmp_path).values()
+    assert [(record.step, record.start_s) for record in log.steps] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert log.events == [event]
+    StepLogWriter(tmp_path, 0).close()
+    assert read_step_log(tmp_path)[0].steps == []
+
+
+def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) -> None:
+    for rank, last in ((0, 5), (1, 4), (2, 2)):
+        writer = StepLogWriter(tmp_path, rank)
+        for step in range(1, last + 1):
+            writer.write(StepRecord(step=step, start_s=0.0, step_s=1.0, world_size=3 if step <= 2 else 2))
+    assert {step: list(ranks) for step, ranks in common_steps(read_step_log(tmp_path)).items()} == {
+        **dict.fromkeys((1, 2), [0, 1, 2]),
+        **dict.fromkeys((3, 4), [0, 1]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no json", "no record of a step or an event"),
+        ('{"step": 1, "start_s": 0.0}', "without step_s"),
+        ('{"step": 1, "start_s": "soon", "step_s": 1.0}', "start_s = 'soon'"),
+        ('{"event": "log", "step": 1}', "without start_s, seconds"),
+        ("[1]", "no record of a step or an event"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    StepLogWriter(tmp_path, 0).close()
+    path = tmp_path / "steps" / "rank0000.jsonl"
+    path.write_text('{"step": 1, "start_s": 0, "step_s": 1, "new_key": []}\n' + line + "\n")
+    with pytest.raises(ValueError, match="rank0000.jsonl, line 2") as caught:
+        read_step_log(tmp_path)
+    assert reason in str(caught.value)
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
+        read_step_log(tmp_path)
+
+
+def test_a_full_disk_stops_no_run_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = StepLogWriter(tmp_path, 0)
+    writer._file.close()
+    writer._file = open("/dev/full", "w")  # noqa: SIM115 (closed by close)
+    with caplog.at_level(logging.WARNING, logger=step_log.__name__):
+        for step in (1, 2, 3):
+            writer.write(StepRecord(step=step, start_s=0.0, step_s=1.0))
+        writer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/steps/rank0000.jsonl cannot be written to (No space left on device): lines of its steps are lost"
+    ]
+
+
+# --- Runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_writes_every_step_with_its_work_and_events(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "single", "run", world_size=1, num_steps=4, log_every=2, checkpoint_every=3)
+    trainer = build_trainer(config, ALONE, seed=0)
+    began_s = time.time()
+    trainer.fit()
+    (log,) = read_step_log(tmp_path / "run").values()
+    assert [record.step for record in log.steps] == [1, 2, 3, 4]
+    kinds = [(event.event, event.step) for event in log.events]
+    assert kinds == [("log", 2), ("checkpoint", 3), ("checkpoint", 4), ("evaluation", 4), ("log", 4)]
+    for step, record in enumerate(log.steps):
+        assert sum(getattr(record, part) for part in PARTS) == pytest.approx(record.step_s)
+        assert record.communication_s == 0 and record.forward_s and record.backward_s and record.optimizer_s
+        batches = trainer.load_step(step)
+        assert record.micro_batches == len(batches)
+        assert record.samples == sum(len(batch.sample_ids) for batch in batches)
+        assert record.tiles == sum(batch.pixel_values_ICHW.shape[0] for batch in batches)
+        real = sum(int(batch.attention_mask_BS.sum()) for batch in batches)
+        assert (record.text_tokens or 0) + (record.image_tokens or 0) == real
+        assert record.padding_tokens == sum(int((~batch.attention_mask_BS).sum()) for batch in batches)
+        assert record.rss_bytes and record.cpu_percent and record.allocated_bytes is None
+        assert began_s <= record.start_s <= record.start_s + record.step_s <= time.time()
+
+
+def test_a_slow_loader_is_data_wait(tmp_path: Path) -> None:
+    trainer = build_trainer(parity_config("single", 2, 1, "all towers"), ALONE, seed=0)
+    load_step = trainer.load_step
+    trainer.load_step = lambda step: (time.sleep(0.2), load_step(step))[1]  # type: ignore[method-assign]
+    trainer.train_step()
+    times = trainer.monitor.last_times
+    assert times is not None and times.data_wait_s >= 0.2
+    assert times.step_s >= 0.2 + times.forward_s + times.backward_s
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    run_worker("step_clock_worker.py", str(folder), timeout_s=240)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_sleeps_works_longer_and_the_other_one_waits(folder: Path, name: str) -> None:
+    steps = common_steps(read_step_log(folder / name))
+    assert list(steps) == [1, 2, 3]
+    for of_rank in steps.values():
+        for record in of_rank.values():
+            parts: list[Any] = [getattr(record, part) for part in PARTS]
+            assert sum(parts) == pytest.approx(record.step_s) and min(parts) >= 0
+    # All of the sleep is the slow rank's forward. The other one waits for what is left of it when its own work is done:
+    # the larger part, unless the machine is busy with other things in both of the steps.
+    assert all((steps[step][SLOW_RANK].forward_s or 0) >= SLEEP_S for step in (2, 3))
+    waits_s = [steps[step][1 - SLOW_RANK].communication_s or 0 for step in (2, 3)]
+    assert max(waits_s) >= SLEEP_S / 3

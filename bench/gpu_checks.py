@@ -93,7 +93,7 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
         log = next(Path(folder).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
-        result["losses"] = [json.loads(line)["loss"] for line in log]
+        result["losses"] = [json.loads(line)["loss/total"] for line in log]
     return result
 
 

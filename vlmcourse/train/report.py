@@ -1,14 +1,14 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
-Only rank 0 shows and writes anything. Files of a run, in `output_dir/name`: `config.json`, `log.csv`, `log.jsonl`,
-`result.json` and `checkpoints/`. A new run never overwrites an earlier one of the same name: that is moved aside.
+Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `log.csv`, `log.jsonl`,
+`result.json` and `checkpoints/`; `steps/` has a file of every rank, see `run_monitor.py`. A new run never overwrites an
+earlier one of the same name: that is moved aside.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 import time
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vlmcourse.config import TOWERS, TrainConfig
+from vlmcourse.config import TrainConfig
 from vlmcourse.layout import Layout
 from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
 from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
@@ -25,19 +25,7 @@ from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.evaluate import ExactMatch
 from vlmcourse.train.folder import check_run_folder, move_aside, run_folder
-
-COLUMNS = (
-    "step",
-    "loss",
-    "grad_norm",
-    *(f"lr_{tower}" for tower in TOWERS),
-    "tokens_per_s",
-    "text_tokens_per_s",
-    "visual_tokens_per_s",
-    "supervised_tokens_per_s",
-    "exact_match",
-    "seconds",
-)
+from vlmcourse.train.rows import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -217,21 +205,8 @@ class RunReport:
         if self._is_main:
             tqdm.write(text, file=sys.stdout)
 
-    def log(self, step: StepReport, rate: TokenCount, exact_match: float | None, seconds: float) -> None:
-        """Add one row to the history and the log files.
-
-        Args:
-            step: the step it describes.
-            rate: tokens per second since the last row.
-            exact_match: 0 to 1, or None where this step was not evaluated.
-            seconds: wall time since the run (or its resumed part) began.
-        """
-        # A step that was skipped because gradients overflowed has no norm; JSON has no infinity.
-        norm = step.grad_norm if math.isfinite(step.grad_norm) else None
-        row: dict[str, Any] = {"step": step.step, "loss": step.loss, "grad_norm": norm}
-        row |= {f"lr_{tower}": rate_of for tower, rate_of in step.learning_rates.items()}
-        row |= {"tokens_per_s": rate.total, "text_tokens_per_s": rate.text, "visual_tokens_per_s": rate.visual}
-        row |= {"supervised_tokens_per_s": rate.supervised, "exact_match": exact_match, "seconds": seconds}
+    def log(self, row: dict[str, Any]) -> None:
+        """Add one row, as `rows.build_row` returns it, to the history and the log files."""
         self.history.append(row)
         for log in self._loggers:
             log.log(row)

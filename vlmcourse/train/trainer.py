@@ -57,6 +57,7 @@ from vlmcourse.train.optimizer import (
 )
 from vlmcourse.train.precision import build_scaler, check_precision, forbid_tf32, prepare_weights
 from vlmcourse.train.report import RunReport, RunTotals, StepReport, TrainResult
+from vlmcourse.train.rows import build_row
 from vlmcourse.train.run_monitor import RunMonitor
 from vlmcourse.train.seed import seed_step
 
@@ -307,8 +308,8 @@ class Trainer:
                         exact = self.evaluate()
                 if evaluated or self._is_due(config.log_every):
                     with self.monitor.event("log", self.step):
-                        rate = totals.throughput.take_recent()
-                        report.log(step, rate, exact.fraction if evaluated else None, totals.seconds)
+                        rate, matched = totals.throughput.take_recent(), exact.fraction if evaluated else None
+                        report.log(build_row(step, rate, totals.seconds, matched))
             result = totals.summarise(
                 self.config,
                 self.ranks,

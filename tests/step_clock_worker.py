@@ -21,6 +21,8 @@ from vlmcourse.train.trainer import Trainer
 
 SLEEP_S = 0.6
 SLOW_RANK = 1
+REFERENCE = {"tp": "alone", "cp": "alone", "pp": "alone"}
+"""Case -> the run of one process with the same samples a step; of the others it is "alone, twice as many"."""
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "zero1": {"strategy": "zero1"},
@@ -28,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "cp": {"strategy": "fsdp", "cp": 2},
     "pp": {"pp": 2},
+    "deepspeed-zero0": {"strategy": "deepspeed-zero0"},
     "deepspeed-zero1": {"strategy": "deepspeed-zero1"},
 }
 
@@ -36,7 +39,7 @@ def config_of(folder: Path, name: str, **train: Any) -> TrainConfig:
     table = {
         "run": {"output_dir": str(folder), "name": name},
         "train": {"num_steps": 3, "micro_batch_size": 4, "accumulation_steps": 2, "log_every": 2} | train,
-        "parallel": CASES[name],
+        "parallel": CASES.get(name, {}),
     }
     return parse_config(table)
 

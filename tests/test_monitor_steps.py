@@ -16,13 +16,19 @@ import torch.distributed as dist
 from parity import build_trainer, parity_config
 from ranks import run_worker
 from ranks_worker import config_in
-from step_clock_worker import CASES, SLEEP_S, SLOW_RANK
+from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, config_of
 
+from vlmcourse.config import PRECISIONS, parse_config
 from vlmcourse.layout import DEEPSPEED, SHARDED
-from vlmcourse.monitor import step_clock, step_log, waits
+from vlmcourse.monitor import peak, step_clock, step_log, waits
+from vlmcourse.monitor.peak import Peak, find_peak
 from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.planner.flops import Work, count_step_flops
+from vlmcourse.train import row_meter
+from vlmcourse.train.report import StepReport
+from vlmcourse.train.rows import TOWER_NAMES
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 PARTS = [f"{phase}_s" for phase in PHASES]
@@ -294,3 +300,124 @@ def test_a_rank_that_sleeps_works_longer_and_the_other_one_waits(folder: Path, n
     assert all((steps[step][SLOW_RANK].forward_s or 0) >= SLEEP_S for step in (2, 3))
     waits_s = [steps[step][1 - SLOW_RANK].communication_s or 0 for step in (2, 3)]
     assert max(waits_s) >= SLEEP_S / 3
+
+
+# --- Rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of one process, by the name of the reference."""
+    folder = tmp_path_factory.mktemp("alone")
+    sizes = {"alone": 4, "alone, twice as many": 8}
+    return {name: build(config_of(folder, name, micro_batch_size=n), ALONE).fit().history for name, n in sizes.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_losses_by_kind_and_norms_by_tower_are_those_of_one_process(
+    folder: Path, alone: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    rows = [json.loads((folder / f"found{rank}.json").read_text())[name]["history"] for rank in (0, 1)]
+    expected = alone[REFERENCE.get(name, "alone, twice as many")]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in expected] == [2, 3]
+    by_tower = [f"gradients/{tower}_norm" for tower in TOWER_NAMES.values()]
+    by_tower += [f"updates/{tower}_ratio" for tower in TOWER_NAMES.values()]
+    for mine, other, one in zip(*rows, expected, strict=True):
+        kinds = ("", "text_", "image_", "supervised_")
+        own_clock = {"time/seconds", *(f"performance/{kind}tokens_per_second" for kind in kinds)}
+        assert mine.keys() == other.keys() and all(mine[key] == other[key] for key in mine if key not in own_clock)
+        for key in ("loss/total", "loss/vision", "loss/language", "gradients/norm"):
+            assert mine[key] == pytest.approx(one[key], rel=1e-3), key
+        if name == "deepspeed-zero1":
+            assert not any(key in mine for key in by_tower)
+            continue
+        for key in by_tower:
+            assert mine[key] == pytest.approx(one[key], rel=0.01), key
+        norms = [mine[f"gradients/{tower}_norm"] for tower in TOWER_NAMES.values()]
+        assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(mine["gradients/norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_rank_that_sleeps_is_named(folder: Path) -> None:
+    rows = [row for case in json.loads((folder / "found0.json").read_text()).values() for row in case["history"]]
+    named = [row["performance/slowest_rank"] for row in rows]
+    assert named.count(SLOW_RANK) > len(rows) / 2  # a busy machine may let another one be slower now and then
+    assert all(row["performance/rank_spread"] >= 1 for row in rows)
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision"]])
+def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: list[str]
+) -> None:
+    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: Peak(1e9, "said"))
+    config = parse_config(
+        {
+            "run": {"output_dir": str(tmp_path)},
+            "train": {"num_steps": 3, "micro_batch_size": 4, "accumulation_steps": 2, "log_every": 2},
+            "model": {"freeze": freeze},
+            "activations": {"language": "full"},
+        }
+    )
+    trainer = build(config, ALONE)
+    reports: list[StepReport] = []
+    trainer.after_step.append(lambda trainer, report: reports.append(report))
+    history = trainer.fit().history
+    trained = [tower for tower in TOWER_NAMES if tower not in freeze]
+    for row, steps in zip(history, ([0, 1], [2]), strict=True):
+        batches = [batch for step in steps for batch in trainer.load_step(step)]
+        real, executed, num_padding, num_samples = Work(), Work(), 0, 0
+        for batch in batches:
+            num_tiles = batch.pixel_values_ICHW.shape[0]
+            real += Work.of_sequences([int(mask.sum()) for mask in batch.attention_mask_BS], num_tiles)
+            executed += Work.of_sequences([len(mask) for mask in batch.attention_mask_BS], max(1, num_tiles))
+            num_padding += int((~batch.attention_mask_BS).sum())
+            num_samples += len(batch.sample_ids)
+        seconds = sum(reports[step].seconds for step in steps)
+        model = count_step_flops(trainer.shape, real, trained).model
+        hardware = count_step_flops(trainer.shape, executed, trained, {"language": "full"}).hardware
+        # Seconds of a report leave out what the monitor itself does at the beginning of a step.
+        assert row["performance/mfu"] == pytest.approx(model / seconds / 1e9, rel=0.05)
+        assert row["performance/hfu"] / row["performance/mfu"] == pytest.approx(hardware / model)
+        assert row["performance/padding_tokens_per_second"] / row["performance/samples_per_second"] == pytest.approx(
+            num_padding / num_samples
+        )
+        parts = [row[f"performance/{phase}_seconds"] for phase in PHASES]
+        assert sum(parts) == pytest.approx(row["performance/step_seconds"], rel=0.01)
+        assert row["memory/peak_rss_gib"] > 0 and "memory/peak_allocated_gib" not in row
+        absent = [f"gradients/{TOWER_NAMES[tower]}_norm" for tower in freeze]
+        assert not any(name in row for name in ("performance/slowest_rank", *absent))
+
+
+def test_a_machine_of_unknown_peak_has_no_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: None)
+    (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
+    assert "performance/mfu" not in row and "performance/hfu" not in row and row["performance/samples_per_second"] > 0
+
+
+def test_a_peak_is_of_the_datasheet_or_measured_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for name, precision, expected in (
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 67e12),  # TF32 is off
+        ("NVIDIA H100 PCIe", "bf16", None),  # another peak than the SXM card's
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
+        ("Some new card", "fp32", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = find_peak(gpu, precision)
+        assert (found and found.flop_per_s) == expected, name
+    measured = find_peak(torch.device("cpu"), "fp32")
+    assert measured is not None and measured.flop_per_s > 1e8 and measured.source.startswith("measured: ")
+    assert find_peak(torch.device("cpu"), "fp32") is measured  # once a process
+    assert find_peak(torch.device("cpu"), "fp16") is None and set(peak.DTYPES) == set(PRECISIONS)
+
+
+def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:
+    def rank(step_s: float, communication_s: float) -> dict[str, float]:
+        return {"timed": 2.0, "step_s": step_s, "communication_s": communication_s}
+
+    ranks = [rank(10, 8), rank(10, 2), rank(11, 7)]
+    assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 2.0}
+    assert row_meter._spread([*ranks, rank(10, float("nan"))]) == {} and row_meter._spread(ranks[:1]) == {}

@@ -25,7 +25,7 @@ from vlmcourse.parallel.comm import sum_over_ranks
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import gradient_sync, refuse_exchange, run_backward
-from vlmcourse.train.loss import TokenLoss, weight_sum
+from vlmcourse.train.loss import LossRows, TokenLoss, weight_sum
 from vlmcourse.train.precision import autocast
 
 
@@ -50,6 +50,8 @@ class Accumulation:
     """What gradients are multiplied by, but not the loss that is returned: the scale of a `LossScaler`."""
     check_silence: bool = False
     """Whether to count the collectives of the first of several micro-batches, and refuse an exchange of gradients."""
+    rows: LossRows | None = None
+    """Where the losses of single samples go; a pipeline's loss was given its own when it was built."""
     clock: StepClock = field(default_factory=StepClock)
     """Is told when forward and backward run; outside of a step it does not listen."""
 
@@ -143,7 +145,9 @@ def _run_one_by_one(
 ) -> list[Tensor]:
     """Run each micro-batch through the whole model; return their loss sums."""
     loss_sums: list[Tensor] = []
-    weighting = () if how.weighting == "tokens" else (how.weighting,)
+    weighting: tuple[Any, ...] = () if how.weighting == "tokens" else (how.weighting,)
+    if how.rows is not None and how.rows.is_open:
+        weighting = (how.weighting, how.rows)
     every = (True,) if how.every else ()
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
@@ -179,7 +183,9 @@ def _timed_actions(model: PipelinedModel, clock: StepClock) -> Iterator[None]:
         pipeline.on_action = inner
 
 
-def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str, weighting: str = "tokens") -> Tensor:
+def micro_batch_loss_sum(
+    model: nn.Module, batch: Batch, precision: str, weighting: str = "tokens", rows: LossRows | None = None
+) -> Tensor:
     """Return the sum of token losses of one micro-batch, a scalar in fp32; `batch` is on the model's device."""
     with autocast(precision, batch.input_ids_BS.device):
         logits_BSV = model(
@@ -190,7 +196,9 @@ def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str, weighti
             sample_ids=batch.sample_ids,
         )
     take_part = getattr(unwrap(model).get_submodule("language"), "take_part", None)
-    return TokenLoss(weighting)(logits_BSV, batch.labels_BS, None if take_part is None else partial(take_part, dim=1))
+    return TokenLoss(weighting, rows)(
+        logits_BSV, batch.labels_BS, None if take_part is None else partial(take_part, dim=1)
+    )
 
 
 def sum_weights(batches: Sequence[Batch], ranks: Ranks, layout: Layout, weighting: str) -> float:

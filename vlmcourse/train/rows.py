@@ -1,7 +1,8 @@
 """The names of what a run logs, and one row of it.
 
-Enters: a step's report, tokens per second, and what else was measured, by name. Leaves: a flat mapping, the same on
-every rank, whose names are those of every log file and logger. A value that was not or cannot be measured is absent,
+Enters: a step's report, tokens per second, and what else was measured, by name. Leaves: a flat mapping whose names are
+those of every log file and logger, the same on every rank but for seconds and tokens per second, which are by a rank's
+own clock. A value that was not or cannot be measured is absent,
 never 0: the norm of a step that a loss scaler skipped, the exact match of a step that was not evaluated, MFU on a
 machine whose peak nobody knows. Chapter 6.
 """

@@ -1,7 +1,7 @@
 """What a rank measures of its own run while it trains: phases of each step, what it worked on, work between steps.
 
 Enters: steps as they begin and end, with their micro-batches. Leaves: lines of this rank's step log, while there is
-one, and the times of the last step. Nothing here communicates. Chapter 6.
+one, the times of the last step, and the same steps handed to a `RowMeter`. Nothing here communicates. Chapter 6.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from typing import Any
 import psutil
 import torch
 
+from vlmcourse.config import TrainConfig
 from vlmcourse.data.samples import Batch
+from vlmcourse.layout import Layout
 from vlmcourse.monitor.step_clock import StepClock, StepTimes, tells_communication
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord
 from vlmcourse.monitor.waits import watch_waits
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.presets import VLMShape
+from vlmcourse.train.row_meter import RowMeter
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +34,32 @@ logger = logging.getLogger(__name__)
 class RunMonitor:
     """One rank's clock and step log."""
 
-    def __init__(self, strategy: str, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, strategy: str, shape: VLMShape, layout: Layout, ranks: Ranks) -> None:
         """Make a clock for this rank; `open` begins a log.
 
         Args:
-            strategy: of the run, settled; it decides whether waiting can be told from work.
+            config: the run.
+            strategy: as it was settled; it decides whether waiting can be told from work.
+            shape: of the plain model.
+            layout: which ranks share samples.
             ranks: this process's place.
         """
-        self.ranks = ranks
+        self.config, self.ranks = config, ranks
+        self.meter = RowMeter(config, shape, layout, ranks)
+        """For the rows of the run."""
         tells = tells_communication(strategy, ranks.device)
         self.clock = StepClock(ranks.device, tells_communication=tells)
         self.last_times: StepTimes | None = None
         """Of the last step whose times are known; on a GPU that is the one before, or earlier."""
         self._writer: StepLogWriter | None = None
+        self._is_open = False
         self._process = psutil.Process()
         self._untimed: deque[dict[str, Any]] = deque()
         self._began = (0.0, 0.0, 0.0)
 
     def open(self, run_folder: Path, start_step: int) -> None:
         """Begin the step log of a run, or go on with it after step `start_step`; a rank that cannot says so once."""
+        self._is_open = True
         try:
             self._writer = StepLogWriter(run_folder, self.ranks.rank, keep_until_step=start_step or None)
         except OSError as error:
@@ -56,14 +67,22 @@ class RunMonitor:
 
     def close(self) -> None:
         """Write what is not yet written and end the log; safe to call twice."""
+        self._is_open = False
         if self._writer is not None:
             self._write_known(wait=True)
             self._writer.close()
             self._writer = None
 
+    def is_row_due(self, step: int) -> bool:
+        """Whether a row is logged after optimizer step `step`, the first being 1; outside of `fit` none is."""
+        train = self.config.train
+        every = [number for number in (train.log_every, train.eval_every) if number]
+        return self._is_open and (step == train.num_steps or any(step % number == 0 for number in every))
+
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time what runs inside as one optimizer step."""
+    def step(self, step: int) -> Iterator[None]:
+        """Time what runs inside as optimizer step `step`, the first being 1."""
+        self.meter.begin(is_due=self.is_row_due(step))
         self._began = (time.time(), time.perf_counter(), time.process_time())
         with self.clock.step(), watch_waits(self.clock):
             yield
@@ -77,6 +96,7 @@ class RunMonitor:
         """
         start_s, steady_s, cpu_s = self._began
         wall_s = time.perf_counter() - steady_s
+        self.meter.add_step(batches, wall_s)
         record: dict[str, Any] = {"step": step, "start_s": start_s, "world_size": self.ranks.world_size}
         record["cpu_percent"] = 100 * (time.process_time() - cpu_s) / wall_s if wall_s > 0 else None
         self._untimed.append(record | count_work(batches) | self._memory())
@@ -99,6 +119,7 @@ class RunMonitor:
     def _write_known(self, *, wait: bool = False) -> None:
         for times in self.clock.take(wait=wait):
             self.last_times = times
+            self.meter.add_times(times)
             record = self._untimed.popleft()
             if self._writer is not None:
                 self._writer.write(StepRecord(**record, **dataclasses.asdict(times)))

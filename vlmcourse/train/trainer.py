@@ -106,6 +106,8 @@ class Trainer:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)
         activations = plan_activations(config, self.parallel, self.shape)
+        self.monitor = RunMonitor(config, self.parallel.strategy, self.shape, self.place.layout, self.ranks)
+        """What this rank measures of its own steps."""
         forbid_tf32()
         plain = plain if plain is not None else self._build_model()
         self._load_data(train_data, eval_data)
@@ -120,8 +122,6 @@ class Trainer:
         """What moves layers between the stages of a pipeline, where `parallel.adaptive` asks for it."""
         if isinstance(self.model, PipelinedModel) and self.parallel.adaptive:
             self.scheduler = AdaptivePipelineScheduler(self.model, self.optimizer)
-        self.monitor = RunMonitor(self.parallel.strategy, self.ranks)
-        """What this rank measures of its own steps."""
         self._show_progress = show_progress
         self._is_checked = False
         """Whether a step of several micro-batches has shown that it exchanges gradients with the last one only."""
@@ -145,7 +145,7 @@ class Trainer:
         config = self.config
         freeze_towers(plain, config.model.freeze)
         prepare_weights(plain, config, self.ranks.device)
-        loss_sum = TokenLoss(config.train.loss_weighting)
+        loss_sum = TokenLoss(config.train.loss_weighting, self.monitor.meter.loss_rows)
         options = {"precision": config.train.precision, "seed": config.run.seed}
         self.model: torch.nn.Module
         self.optimizer: Any
@@ -204,7 +204,7 @@ class Trainer:
                 scaler skips the step instead where gradients overflowed.
         Communicates: see `accumulate_gradients` and `clip_gradients`; with `parallel.adaptive` see `step_done` too.
         """
-        with self.monitor.step():
+        with self.monitor.step(self.step + 1):
             report, batches = self._make_step()
         self.monitor.step_done(self.step, batches)
         if self.scheduler is not None:
@@ -228,12 +228,14 @@ class Trainer:
             every=self.parallel.gradient_sync == "every",
             grad_scale=self.scaler.grad_scale,
             check_silence=not self._is_checked,
+            rows=self.monitor.meter.loss_rows,
             clock=clock,
         )
         done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout, how)
         self._is_checked = self._is_checked or len(batches) > 1
         with clock.phase("optimizer"):
             is_finite = self.scaler.unscale(self.model)
+            self.monitor.meter.see_gradients(self.model)
             grad_norm = clip_gradients(self.model, config.max_grad_norm)
             lr_scale = learning_rate_scale(
                 self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
@@ -244,6 +246,7 @@ class Trainer:
         with clock.phase("optimizer"):
             if is_finite:
                 grad_norm = self._update(grad_norm)
+                self.monitor.meter.see_update(self.model, self.optimizer)
             self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
@@ -309,7 +312,7 @@ class Trainer:
                 if evaluated or self._is_due(config.log_every):
                     with self.monitor.event("log", self.step):
                         rate, matched = totals.throughput.take_recent(), exact.fraction if evaluated else None
-                        report.log(build_row(step, rate, totals.seconds, matched))
+                        report.log(build_row(step, rate, totals.seconds, matched, self.monitor.meter.measure()))
             result = totals.summarise(
                 self.config,
                 self.ranks,

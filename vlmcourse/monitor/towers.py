@@ -14,6 +14,7 @@ Source: Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2, for the upda
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,15 +52,18 @@ def sum_gradient_squares(model: nn.Module, world_size: int) -> Squares:
     """
     found = dict.fromkeys(TOWERS, 0.0)
     for tower, trained in _trained_by_tower(model):
-        shares = [(p, p.grad) for p in trained if p.grad is not None]
-        parts = [_settled(gradient, p) for p, gradient in shares]
-        found[tower] = _weighted_squares(parts, [_share(p, model, world_size) for p, _ in shares])
+        by_share: dict[float, list[Tensor]] = defaultdict(list)
+        for p in trained:
+            if p.grad is not None:
+                by_share[_share(p, model, world_size)].append(_settled(p.grad, p))
+        for share, parts in by_share.items():
+            found[tower] += share * sum(float(_join(chunk).square_().sum()) for chunk in _chunks(parts))
     return found
 
 
 @torch.no_grad()
 def sum_update_squares(model: nn.Module, optimizer: Any, world_size: int) -> tuple[Squares, Squares]:
-    """Return this rank's share of the squared norms of the last update and of the weights before it, by tower.
+    """Return this rank's share of the squared norms of the last update and of the weights after it, by tower.
 
     Args:
         model: as in `sum_gradient_squares`, after the update.
@@ -71,28 +75,47 @@ def sum_update_squares(model: nn.Module, optimizer: Any, world_size: int) -> tup
         Updates and weights; of trained weights only, in units of the weights.
     """
     kept = local_optimizer(getattr(getattr(optimizer, "engine", None), "optimizer", optimizer))
-    owned = {p: group for group in kept.param_groups for p in group["params"] if kept.state.get(p)}
+    owner = {p: i for i, group in enumerate(kept.param_groups) for p in group["params"] if kept.state.get(p)}
     is_dealt_out = kept is not optimizer and not is_engine(model)  # zero1: each parameter's state is on one rank
+    mine = [(tower, p) for tower, trained in _trained_by_tower(model) for p in trained if p in owner]
+    if not mine:
+        return dict.fromkeys(TOWERS, 0.0), dict.fromkeys(TOWERS, 0.0)
+    steps = torch.stack([kept.state[p]["step"] for _, p in mine]).tolist()  # waits for the device once
+    alike: dict[tuple[str, int, float, float], list[Tensor]] = defaultdict(list)
+    for (tower, p), step in zip(mine, steps, strict=True):
+        share = 1.0 if is_dealt_out else _share(p, model, world_size)
+        alike[tower, owner[p], share, step].append(p)
     updates, weights = dict.fromkeys(TOWERS, 0.0), dict.fromkeys(TOWERS, 0.0)
-    for tower, trained in _trained_by_tower(model):
-        mine = [p for p in trained if p in owned]
-        for chunk in _chunks(mine):
-            shares = [1.0 if is_dealt_out else _share(p, model, world_size) for p in chunk]
-            steps = torch.stack([kept.state[p]["step"] for p in chunk]).tolist()  # waits for the device once
-            pairs = [_last_update(p, kept.state[p], owned[p], step) for p, step in zip(chunk, steps, strict=True)]
-            updates[tower] += _weighted_squares([update for update, _ in pairs], shares)
-            weights[tower] += _weighted_squares([before for _, before in pairs], shares)
+    for (tower, number, share, step), parameters in alike.items():
+        for chunk in _chunks(parameters):
+            states = [kept.state[p] for p in chunk]
+            of_update, of_weights = _last_update_squares(chunk, states, kept.param_groups[number], step)
+            updates[tower] += share * of_update
+            weights[tower] += share * of_weights
     return updates, weights
 
 
-def _last_update(p: Tensor, state: dict[str, Tensor], group: dict[str, Any], step: float) -> tuple[Tensor, Tensor]:
-    """Return by how much AdamW has changed this rank's part of a weight, and what that was before."""
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    mean, square = (at_least_fp32(local_part(state[key])) for key in ("exp_avg", "exp_avg_sq"))
-    after = local_part(state["master"]) if "master" in state else at_least_fp32(local_part(p.detach()))
-    moved = mean / (square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])) * (lr / (1 - beta1**step))
-    before = (after + moved).div_(1 - lr * group["weight_decay"])
-    return after - before, before
+def _last_update_squares(
+    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], group: dict[str, Any], step: float
+) -> tuple[float, float]:
+    """Return the square of what AdamW's last step has changed of some weights of a group, and of these weights now.
+
+    With a the weights now and u = m / (sqrt(v) + eps'), the update was -(c u + k a) / (1 - k), where k = lr decay and c
+    is the rate with both corrections of bias. Its square needs three sums, and few passes over memory.
+    """
+    (beta1, beta2), k = group["betas"], group["lr"] * group["weight_decay"]
+    root_of_bias = math.sqrt(1 - beta2**step)
+    c = group["lr"] * root_of_bias / (1 - beta1**step)
+    after = _join([state.get("master", p.detach()) for p, state in zip(parameters, states, strict=True)])
+    root = _join([state["exp_avg_sq"] for state in states]).sqrt_().add_(group["eps"] * root_of_bias)
+    moved = _join([state["exp_avg"] for state in states]).div_(root)
+    uu, ua, aa = torch.stack([torch.dot(moved, moved), torch.dot(moved, after), torch.dot(after, after)]).tolist()
+    return (c**2 * uu + 2 * c * k * ua + k**2 * aa) / (1 - k) ** 2, aa
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of this rank's parts of some tensors in one row, in fp32 or more: one pass instead of many."""
+    return at_least_fp32(torch.cat([local_part(tensor).flatten() for tensor in tensors]))
 
 
 def _trained_by_tower(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter]]]:
@@ -121,26 +144,16 @@ def _settled(gradient: Tensor, parameter: Tensor) -> Tensor:
     return local_part(gradient)
 
 
-def _weighted_squares(tensors: Sequence[Tensor], shares: Sequence[float]) -> float:
-    """Return the sum of squares of some tensors, each times its share; waits for the device once."""
-    filled = [(tensor, share) for tensor, share in zip(tensors, shares, strict=True) if tensor.numel()]
-    if not filled:
-        return 0.0
-    norms = torch._foreach_norm([at_least_fp32(tensor) for tensor, _ in filled])
-    factors = torch.tensor([share for _, share in filled], dtype=torch.float64, device=filled[0][0].device)
-    return float((torch.stack(list(norms)).double().square() * factors).sum())
-
-
-def _chunks(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Cut a list so that each piece has few elements on this rank, or one parameter."""
-    chunk: list[nn.Parameter] = []
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a list so that each piece has few elements on this rank, or one tensor."""
+    chunk: list[Tensor] = []
     num_elements = 0
-    for parameter in parameters:
-        size = local_part(parameter).numel()
+    for tensor in tensors:
+        size = local_part(tensor).numel()
         if chunk and num_elements + size > CHUNK_ELEMENTS:
             yield chunk
             chunk, num_elements = [], 0
-        chunk.append(parameter)
+        chunk.append(tensor)
         num_elements += size
     if chunk:
         yield chunk

@@ -23,7 +23,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
+from vlmcourse.monitor.peak import find_peak
+from vlmcourse.monitor.step_clock import PHASES, tells_communication
+from vlmcourse.monitor.step_log import read_step_log
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +98,9 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
         log = next(Path(folder).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
-        result["losses"] = [json.loads(line)["loss/total"] for line in log]
+        result["rows"] = [json.loads(line) for line in log]
+        result["losses"] = [row["loss/total"] for row in result["rows"]]
+        result["steps"] = {rank: of_rank.steps for rank, of_rank in read_step_log(next(Path(folder).iterdir())).items()}
     return result
 
 
@@ -109,6 +116,28 @@ def check_single() -> str:
     assert result["loss_last"] < result["loss_first"], result
     assert "cuda" in result["peak_is"].lower(), f"peak memory is {result['peak_is']!r}, not the CUDA allocator's"
     return f"loss {result['loss_first']:.3f} -> {result['loss_last']:.3f}, {result['peak_bytes'] / 2**20:.0f} MiB peak"
+
+
+def check_step_clock(strategy: str, nproc: int) -> str:
+    """Events time every step; its parts add up; waiting is told where it can be and absent elsewhere."""
+    result = train(strategy, nproc)
+    tells = tells_communication(strategy, torch.device("cuda"))
+    for rank, steps in result["steps"].items():
+        assert [record.step for record in steps] == list(range(1, NUM_STEPS + 1)), f"rank {rank}: {len(steps)} steps"
+        for record in steps:
+            parts = [getattr(record, f"{phase}_s") for phase in PHASES]
+            assert (parts[PHASES.index("communication")] is not None) == tells, record
+            assert abs(sum(part or 0.0 for part in parts) - record.step_s) < 0.01 * record.step_s, record
+            assert record.forward_s and record.backward_s and record.allocated_bytes, record
+    row = result["rows"][-1]
+    peak = find_peak(torch.device("cuda", 0), "fp32")
+    assert ("performance/mfu" in row) == (peak is not None) and row["memory/peak_reserved_gib"] > 0, row
+    # The clock's events and the log's wall clock must tell of the same steps.
+    warm = result["steps"][0][5:]
+    event_ms = 1e3 * fmean(record.step_s for record in warm)
+    wall_ms = 1e3 * fmean(later.start_s - earlier.start_s for earlier, later in pairwise(warm))
+    mfu = f"mfu {row['performance/mfu']:.4f}" if peak else "the peak of this card is not known"
+    return f"steps {event_ms:.1f} ms by events, {wall_ms:.1f} ms from start to start; {mfu}"
 
 
 def check_bf16() -> str:
@@ -452,6 +481,7 @@ def check_nvme() -> str:
 
 CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
+    Check("a step's phases are timed by events", 1, partial(check_step_clock, "single", 1)),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
     Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
     Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),
@@ -474,6 +504,8 @@ CHECKS = (
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
+    Check("phases of a step on 2 GPUs under ddp, waiting told", 2, partial(check_step_clock, "ddp", 2)),
+    Check("phases of a step on 2 GPUs under fsdp, waiting absent", 2, partial(check_step_clock, "fsdp", 2)),
     Check("zero1 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero1")),
     Check("zero2 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero2")),
     *(Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_engine, strategy)) for strategy in ENGINES),

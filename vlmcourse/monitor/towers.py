@@ -50,7 +50,7 @@ def sum_gradient_squares(model: nn.Module, world_size: int) -> Squares:
         world_size: ranks of the run.
     Communicates: nothing, or where a gradient is still a sum in parts, an all-reduce of it.
     """
-    found = dict.fromkeys(TOWERS, 0.0)
+    found: Squares = dict.fromkeys(TOWERS, 0.0)
     for tower, trained in _trained_by_tower(model):
         by_share: dict[float, list[Tensor]] = defaultdict(list)
         for p in trained:
@@ -78,14 +78,15 @@ def sum_update_squares(model: nn.Module, optimizer: Any, world_size: int) -> tup
     owner = {p: i for i, group in enumerate(kept.param_groups) for p in group["params"] if kept.state.get(p)}
     is_dealt_out = kept is not optimizer and not is_engine(model)  # zero1: each parameter's state is on one rank
     mine = [(tower, p) for tower, trained in _trained_by_tower(model) for p in trained if p in owner]
+    updates: Squares = dict.fromkeys(TOWERS, 0.0)
+    weights: Squares = dict.fromkeys(TOWERS, 0.0)
     if not mine:
-        return dict.fromkeys(TOWERS, 0.0), dict.fromkeys(TOWERS, 0.0)
+        return updates, weights
     steps = torch.stack([kept.state[p]["step"] for _, p in mine]).tolist()  # waits for the device once
     alike: dict[tuple[str, int, float, float], list[Tensor]] = defaultdict(list)
     for (tower, p), step in zip(mine, steps, strict=True):
         share = 1.0 if is_dealt_out else _share(p, model, world_size)
         alike[tower, owner[p], share, step].append(p)
-    updates, weights = dict.fromkeys(TOWERS, 0.0), dict.fromkeys(TOWERS, 0.0)
     for (tower, number, share, step), parameters in alike.items():
         for chunk in _chunks(parameters):
             states = [kept.state[p] for p in chunk]

@@ -27,6 +27,7 @@ from vlmcourse.parallel.compression import compress_gradients, find_compression
 from vlmcourse.parallel.context import apply_context, check_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, build_offload_policy, check_fsdp_offload
+from vlmcourse.parallel.layered import check_one_at_a_time, find_layers, take_one_at_a_time
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
@@ -97,6 +98,8 @@ def apply_strategy(
     check_strategy(wrapped, config, ranks, place)
     if offload is not None and not offload.is_plain:
         check_fsdp_offload(wrapped, offload, ranks)
+        if offload.layered:
+            check_one_at_a_time(wrapped, ranks)
     return wrapped
 
 
@@ -134,15 +137,20 @@ def _distribute(
     if config.strategy == "accelerate-ddp":
         return apply_accelerate(model.to(ranks.device), ranks)
     if config.strategy in SHARDED:  # moves to the device block by block, as it shards
-        return apply_fsdp(
+        offload = offload or OffloadConfig()
+        sharded = apply_fsdp(
             model,
             ranks,
             mesh=place.shard_mesh(),
             reshard_after_forward=config.strategy != "zero2",
             prefetch=config.prefetch,
             are_equal=are_equal,
-            offload=build_offload_policy(offload or OffloadConfig(), ranks),
+            offload=build_offload_policy(offload, ranks),
+            units=find_layers(model) if offload.layered else None,
         )
+        if offload.layered:
+            take_one_at_a_time(sharded)
+        return sharded
     return model.to(ranks.device)
 
 

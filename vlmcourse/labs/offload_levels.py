@@ -57,7 +57,7 @@ BY_LEVEL = {
 """Level of the tree -> section [offload]."""
 PAIR = ("fsdp", "deepspeed-zero3")
 RECOMPUTE = {"fsdp": "full", "deepspeed-zero3": "none"}
-"""What each strategy does with activations here; recomputing inside a DeepSpeed engine is refused, see `engine_rules`."""
+"""What each strategy does with activations here: inside a DeepSpeed engine recomputing is refused (`engine_rules`)."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class LevelRow:
 
     def cells(self) -> list[str]:
         """Return the cells of the table."""
-        if self.account is None:
-            return [self.strategy, self.level, f"{self.predicted_bytes / MB:.3f}", *["-"] * 4, self.verdict]
-        time = f"{statistics.median(self.ratios):.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f})"
-        return [
-            *(self.strategy, self.level, f"{self.predicted_bytes / MB:.3f}", f"{self.account.held_bytes / MB:.3f}"),
-            *(f"{self.account.gathered_bytes / MB:.3f}", "longer" if self.predicted_s > 0 else "the same", time),
-            self.verdict,
-        ]
+        measured = ["-"] * 4
+        if self.account is not None:
+            ratios = sorted(self.ratios)
+            measured = [f"{size / MB:.3f}" for size in (self.account.held_bytes, self.account.gathered_bytes)]
+            measured += ["longer" if self.predicted_s > 0 else "the same"]
+            measured += [f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"]
+        predicted, budget = (f"{size / MB:.3f}" for size in (self.predicted_bytes, self.budget_bytes))
+        return [self.strategy, self.level, predicted, *measured, budget, self.verdict]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,6 @@ class OffloadTable:
     """All levels under all strategies, as one rank saw them."""
 
     rows: tuple[LevelRow, ...]
-    budget_bytes: int
     num_ranks: int
 
     @property
@@ -131,7 +130,7 @@ class OffloadTable:
     def __str__(self) -> str:
         """Show budget and losses, a line a level, and why some were not run."""
         head = ["strategy", "off the device", "predicted MB", "measured MB", "whole weights MB", "predicted step"]
-        head += ["x time of none", f"budget {self.budget_bytes / MB:.3f} MB"]
+        head += ["x time of none", "budget MB", "verdict"]
         why = [f"{row.strategy}, {row.level}: {row.refused}" for row in self.rows if row.refused]
         lines = [
             f"{self.num_ranks} ranks; bytes of the fullest rank's device; losses differ by {self.loss_gap:.0e} at most",
@@ -153,10 +152,10 @@ def compare_offload_levels(
     """Train the tiny model at every level under every strategy, in turns; all ranks must call this.
 
     Args:
-        budget_bytes: of each rank's device; by default halfway between what FSDP needs with parameters off the device
-            and what it needs one layer at a time: only the last level keeps that.
+        budget_bytes: of each rank's device; by default, for each strategy, halfway between what the planner predicts
+            for the last two levels: the last alone keeps that.
         strategies: of `PAIR`.
-        levels: of `BY_LEVEL`, none among them: it is what the others' times are set against.
+        levels: of `BY_LEVEL`, least first; none among them, which the others' times are set against.
         micro_batch_size: samples of a rank's forward pass.
         num_rounds: timed steps of each row, 1 or more.
         ranks: this process's place, one of 2 or more; by default what `init_ranks` finds.
@@ -179,12 +178,11 @@ def compare_offload_levels(
         raise ValueError(f"world_size = {ranks.world_size}: ZeRO-3 splits over 2 ranks or more; start more")
     rows: list[LevelRow] = []
     for strategy in strategies:
-        rows += _measure_strategy(strategy, levels, micro_batch_size, num_rounds, ranks)
-    if budget_bytes is None:
-        needs = {row.level: row.predicted_bytes for row in rows if row.strategy == strategies[0]}
-        budget_bytes = (needs.get("optimizer+parameters", needs["none"]) + needs.get("layered", needs["none"])) // 2
-    rows = [dataclasses.replace(row, budget_bytes=budget_bytes) for row in rows]
-    return OffloadTable(tuple(rows), budget_bytes, ranks.world_size)
+        found = _measure_strategy(strategy, levels, micro_batch_size, num_rounds, ranks)
+        least = [row.predicted_bytes for row in found[-2:]]
+        budget = budget_bytes if budget_bytes is not None else sum(least) // len(least)
+        rows += [dataclasses.replace(row, budget_bytes=budget) for row in found]
+    return OffloadTable(tuple(rows), ranks.world_size)
 
 
 def _measure_strategy(

@@ -1,7 +1,8 @@
 """State in files, for real: DeepSpeed's async_io compiled, files written, and the losses of a run without.
 
 Compiling takes minutes. So these run where the operation lies built already (TORCH_EXTENSIONS_DIR, or the user's
-cache), or where VLMCOURSE_TEST_NVME=1 asks for it. Everywhere else a stand-in writes the files, see `test_engine_offload.py`.
+cache), or where VLMCOURSE_TEST_NVME=1 asks for it. Everywhere else a stand-in writes the files, see
+`test_engine_offload.py`.
 """
 
 from __future__ import annotations

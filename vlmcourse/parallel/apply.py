@@ -97,9 +97,7 @@ def apply_strategy(
         wrapped = _distribute(model, config, ranks, place, activations, offload)
     check_strategy(wrapped, config, ranks, place)
     if offload is not None and not offload.is_plain:
-        check_fsdp_offload(wrapped, offload, ranks)
-        if offload.layered:
-            check_one_at_a_time(wrapped, ranks)
+        _check_offload(wrapped, offload, ranks)
     return wrapped
 
 
@@ -212,6 +210,13 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
             )
     for part in model.stages if isinstance(model, PipelinedModel) else [model]:
         _check_part(part, config, layout, ranks, where)
+
+
+def _check_offload(model: nn.Module, offload: OffloadConfig, ranks: Ranks) -> None:
+    """Refuse a sharded model that moves something else than was asked for, or more than one layer at a time."""
+    check_fsdp_offload(model, offload, ranks)
+    if offload.layered:
+        check_one_at_a_time(model, ranks)
 
 
 def _describe_arguments(

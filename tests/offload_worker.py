@@ -53,7 +53,11 @@ RUNS = {
 
 def offload_config(name: str, num_ranks: int) -> TrainConfig:
     strategy, case, offload = RUNS[name]
-    return dataclasses.replace(parity_config(strategy, 2, num_ranks, case), offload=offload)
+    config = parity_config(strategy, 2, num_ranks, case)
+    sync = "every" if offload.layered and strategy == "fsdp" else "last"
+    return dataclasses.replace(
+        config, offload=offload, parallel=dataclasses.replace(config.parallel, gradient_sync=sync)
+    )
 
 
 def unclip(recording: Recording, max_norm: float) -> None:

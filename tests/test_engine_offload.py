@@ -287,7 +287,12 @@ def test_what_a_file_would_move_and_a_run_could_not_prove_is_refused(zero: dict[
     assert words in said
 
 
-def test_prefetching_beside_one_layer_at_a_time_is_refused() -> None:
+def test_whole_gradients_or_prefetching_beside_one_layer_at_a_time_are_refused() -> None:
+    of_run = {"train": {"accumulation_steps": 2}, "offload": CPU | {"layered": True}}
+    with pytest.raises(ConfigError, match="whole gradients of all layers would stay on the device"):
+        parse_config({"parallel": {"strategy": "fsdp"}, **of_run})
+    assert parse_config({"parallel": {"strategy": "fsdp", "gradient_sync": "every"}, **of_run}).offload.layered
+    assert parse_config({"parallel": {"strategy": "deepspeed-zero3"}, **of_run}).offload.layered
     with pytest.raises(ConfigError, match="offload.layered = true with parallel.prefetch = 1"):
         parse_config({"parallel": {"strategy": "fsdp", "prefetch": 1}, "offload": CPU | {"layered": True}})
 

@@ -98,7 +98,8 @@ def test_levels_that_cannot_be_compared_are_refused():
     alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
     with pytest.raises(ValueError, match="world_size = 1"):
         compare_offload_levels(ranks=alone)
-    for wrong in ({"levels": ("optimizer",)}, {"strategies": ("ddp",)}, {"num_rounds": 0}):
+    wrongs: tuple[dict[str, Any], ...] = ({"levels": ("optimizer",)}, {"strategies": ("ddp",)}, {"num_rounds": 0})
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="none among them, and 1 or more rounds"):
             compare_offload_levels(ranks=alone, **wrong)
 

@@ -115,12 +115,15 @@ class OffloadConfig:
             if getattr(self, name) != getattr(OffloadConfig, name)
         ]
 
-    def contradictions(self, parallel: ParallelConfig, precision: str = "fp32") -> list[str]:
+    def contradictions(
+        self, parallel: ParallelConfig, precision: str = "fp32", accumulation_steps: int = 1
+    ) -> list[str]:
         """Return which of these wishes the run's strategy or precision would not carry out, one sentence each.
 
         Args:
             parallel: strategy and degrees.
             precision: `train.precision`.
+            accumulation_steps: `train.accumulation_steps`.
         """
         if self.is_plain or self.problems():
             return []
@@ -135,6 +138,12 @@ class OffloadConfig:
                 "alone; say it there (offload_optimizer, offload_param), or leave the file out"
             ]
         found = self._refused_by_fsdp(parallel) if strategy == "fsdp" else self._refused_by_engine(strategy)
+        if self.layered and strategy == "fsdp" and accumulation_steps > 1 and parallel.gradient_sync == "last":
+            found.append(
+                f"offload.layered = true with train.accumulation_steps = {accumulation_steps} and "
+                "parallel.gradient_sync = 'last': whole gradients of all layers would stay on the device until the last "
+                "micro-batch; set parallel.gradient_sync = 'every'"
+            )
         if precision not in PRECISIONS:
             found.append(
                 f"{self} with train.precision = {precision!r}: its weights, scales or master copies are this package's "

@@ -47,7 +47,7 @@ def take_one_at_a_time(model: nn.Module) -> None:
         # Before the hook by which FSDP gathers a unit for backward.
         module.register_forward_hook(partial(_forget_when_needed, model), prepend=True)
         if isinstance(unit, nn.Embedding):
-            unit.set_unshard_in_backward(False)  # its backward reads ids alone
+            module.set_unshard_in_backward(False)  # its backward reads ids alone
 
 
 def check_one_at_a_time(model: nn.Module, ranks: Ranks) -> None:

@@ -61,7 +61,9 @@ def test_a_budget_that_nothing_here_can_keep_is_refused(found: list[dict[str, An
 
 
 @pytest.mark.slow
-def test_every_level_is_measured_under_both_engines_and_only_one_layer_at_a_time_keeps_the_least_budget(found):
+def test_every_level_is_measured_under_both_engines_and_only_one_layer_at_a_time_keeps_the_least_budget(
+    found: list[dict[str, Any]],
+) -> None:
     ran = [row for row in found[0]["rows"] if row["account"] is not None]
     assert [(row["strategy"], row["level"]) for row in ran] == [
         *(("fsdp", level) for level in ("none", "optimizer+parameters", "layered")),
@@ -82,14 +84,16 @@ def test_every_level_is_measured_under_both_engines_and_only_one_layer_at_a_time
 
 
 @pytest.mark.slow
-def test_one_layer_at_a_time_no_more_than_that_is_ever_whole(found):
+def test_one_layer_at_a_time_no_more_than_that_is_ever_whole(found: list[dict[str, Any]]) -> None:
     tiny = get_model("tiny")
     units = find_unit_shapes(tiny)
     block = 4 * max(count_params([unit]) for unit in units.others)
     projector = 4 * count_projector_params(tiny)
     beside = 4 * count_params([units.root]) - projector  # position embeddings and norms, which are in no layer
     beside += 4 * count_params([[shape for shape in units.root if shape[0] == 1]])  # filled up for 2 ranks
-    whole = {(row["strategy"], row["level"]): (row["account"] or {}).get("gathered_bytes") for row in found[0]["rows"]}
+    whole: dict[tuple[str, str], Any] = {
+        (row["strategy"], row["level"]): (row["account"] or {}).get("gathered_bytes") for row in found[0]["rows"]
+    }
     assert whole["fsdp", "layered"] == block + beside < whole["fsdp", "optimizer+parameters"]
     assert whole["deepspeed-zero3", "layered"] <= block < whole["deepspeed-zero3", "optimizer+parameters"]
 

@@ -141,8 +141,8 @@ class OffloadConfig:
         if self.layered and strategy == "fsdp" and accumulation_steps > 1 and parallel.gradient_sync == "last":
             found.append(
                 f"offload.layered = true with train.accumulation_steps = {accumulation_steps} and "
-                "parallel.gradient_sync = 'last': whole gradients of all layers would stay on the device until the last "
-                "micro-batch; set parallel.gradient_sync = 'every'"
+                "parallel.gradient_sync = 'last': whole gradients of all layers would stay on the device until the "
+                "last micro-batch; set parallel.gradient_sync = 'every'"
             )
         if precision not in PRECISIONS:
             found.append(

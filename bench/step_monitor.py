@@ -88,7 +88,7 @@ def measure_row(trainer: Trainer, ranks: Ranks, repeats: int) -> tuple[float, fl
         wait_for_all(ranks)  # the exchange, and not what the ranks wait for each other
 
         def row(report: Any = report) -> None:
-            meter.see_gradients(trainer.model)
+            meter.see_gradients(trainer.model, trainer.optimizer)
             meter.see_update(trainer.model, trainer.optimizer)
             build_row(report, report.tokens, 1.0, None, meter.measure())
 
@@ -110,7 +110,7 @@ def count_marks(trainer: Trainer) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="of each kind, in turns")
     parser.add_argument("--repeats", type=int, default=300, help="of the monitor's calls alone")
     arguments = parser.parse_args()

@@ -41,7 +41,7 @@ def test_an_update_is_what_the_weights_changed_by(
     trainer.train_step()
     after = weights()
     updates, sizes = sum_update_squares(trainer.model, trainer.optimizer, world_size=1)
-    gradients = sum_gradient_squares(trainer.model, world_size=1)
+    gradients = sum_gradient_squares(trainer.model, trainer.optimizer, world_size=1)
     for tower in TOWERS:
         names = [name for name in named if name.startswith(f"{tower}.")]
         changed = sum(float((after[name] - before[name]).square().sum()) for name in names)

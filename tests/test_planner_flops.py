@@ -99,7 +99,7 @@ def test_work_adds_up_and_padding_is_work_of_its_own() -> None:
 
 def test_nothing_is_recomputed_where_nothing_goes_back() -> None:
     work = Work.of_sequences([8], 1)
-    policies = dict.fromkeys(RECOMPUTING_TOWERS, "full")
+    policies: dict[str, str] = dict.fromkeys(RECOMPUTING_TOWERS, "full")
     flops = count_tower_flops(MODELS["tiny"], work, ("projector",), policies)
     assert flops["vision"] == StepFlops(flops["vision"].forward) and flops["language"].recomputed > 0
     with pytest.raises(ValueError, match="trained = 'lanugage': a tower is one of vision, projector, language"):

@@ -79,10 +79,10 @@ class RowMeter:
         self.loss_rows.is_open, self.loss_rows.found = is_due, []
         self._tower_squares, self._kinds = {}, {}
 
-    def see_gradients(self, model: nn.Module) -> None:
+    def see_gradients(self, model: nn.Module, optimizer: Any) -> None:
         """Look at the gradients of a step that is due, after their exchange and before clipping."""
         if self.loss_rows.is_open and not hides_tensors(model):
-            squares = sum_gradient_squares(model, self.ranks.world_size)
+            squares = sum_gradient_squares(model, optimizer, self.ranks.world_size)
             self._tower_squares |= {f"gradient of {tower}": value for tower, value in squares.items()}
 
     def see_update(self, model: nn.Module, optimizer: Any) -> None:

@@ -235,7 +235,7 @@ class Trainer:
         self._is_checked = self._is_checked or len(batches) > 1
         with clock.phase("optimizer"):
             is_finite = self.scaler.unscale(self.model)
-            self.monitor.meter.see_gradients(self.model)
+            self.monitor.meter.see_gradients(self.model, self.optimizer)
             grad_norm = clip_gradients(self.model, config.max_grad_norm)
             lr_scale = learning_rate_scale(
                 self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction

@@ -1,7 +1,8 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
-Only rank 0 shows and writes anything. Files of a run, in `output_dir/name`: `config.json`, `log.csv`, `log.jsonl`,
-`result.json` and `checkpoints/`. A new run never overwrites an earlier one of the same name: that is moved aside.
+Only rank 0 shows and writes anything. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware and
+versions), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`. A new
+run never overwrites an earlier one of the same name: that is moved aside.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 from vlmcourse.config import TOWERS, TrainConfig
-from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
+from vlmcourse.monitor.hardware import describe_hardware
+from vlmcourse.monitor.loggers import RunInfo, RunLoggers, build_loggers, read_rows
 from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.folder import check_run_folder, move_aside, run_folder
@@ -117,7 +119,7 @@ class RunReport:
         self.folder = run_folder(config)
         self.history: list[dict[str, Any]] = []
         self._is_main = ranks.is_main
-        self._loggers: list[CsvLogger | JsonlLogger] = []
+        self._loggers = RunLoggers([], self.say)
         self._bar: tqdm[Any] | None = None
         if not self._is_main:
             return
@@ -126,10 +128,13 @@ class RunReport:
             move_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_json(self.folder / "config.json", dataclasses.asdict(config))
-        jsonl_path, keep = self.folder / "log.jsonl", start_step or None
-        csv_log = CsvLogger(self.folder / "log.csv", COLUMNS, keep_until_step=keep)
-        self._loggers = [csv_log, JsonlLogger(jsonl_path, keep_until_step=keep)]
-        self.history = [json.loads(line) for line in jsonl_path.read_text(encoding="utf-8").splitlines()]
+        hardware = describe_hardware(ranks)
+        _write_json(self.folder / "run.json", {"hardware": hardware})
+        self.history = read_rows(self.folder, start_step)
+        self._loggers = build_loggers(config.logging, COLUMNS, self.say)
+        whole_config = dataclasses.asdict(config)
+        info = RunInfo(name=config.run.name, folder=self.folder, config=whole_config, hardware=hardware)
+        self._loggers.start(dataclasses.replace(info, keep_until_step=start_step or None))
         if show_progress:
             # On stdout: anything on stderr fails a graded notebook cell.
             self._bar = tqdm(
@@ -163,8 +168,7 @@ class RunReport:
         row |= {"tokens_per_s": rate.total, "text_tokens_per_s": rate.text, "visual_tokens_per_s": rate.visual}
         row |= {"supervised_tokens_per_s": rate.supervised, "exact_match": exact_match, "seconds": seconds}
         self.history.append(row)
-        for log in self._loggers:
-            log.log(row)
+        self._loggers.log(row)
 
     def finish(self, result: TrainResult) -> None:
         """Write the result."""
@@ -175,8 +179,7 @@ class RunReport:
         """Close files and progress bar; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-        for log in self._loggers:
-            log.close()
+        self._loggers.close()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

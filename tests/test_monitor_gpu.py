@@ -13,8 +13,9 @@ import torch
 from vlmcourse.monitor import energy, gpu, nvml
 from vlmcourse.monitor.cpu_power import ESTIMATE, RAPL, WATTS_PER_BUSY_CORE, CpuProbe, Rapl
 from vlmcourse.monitor.energy import EnergyMeter, RunEnergy, read_energy, read_grid_intensity
-from vlmcourse.monitor.gpu import HardwareSampler, build_probe, row_values
+from vlmcourse.monitor.gpu import HardwareSampler, build_probe, row_values, watch_hardware
 from vlmcourse.monitor.nvml import GpuProbe, GpuSample, NvmlError, name_reasons
+from vlmcourse.parallel.ranks import Ranks
 
 DEVICE = torch.device("cuda", 0)
 UUID = "11111111-2222-3333-4444-555555555555"
@@ -296,3 +297,21 @@ def test_energy_of_rapl_counts_once_a_machine(monkeypatch: pytest.MonkeyPatch) -
         return build_probe(torch.device("cpu"), local_rank, print)[1]
 
     assert [counts(RAPL, 0), counts(RAPL, 1), counts(ESTIMATE, 0), counts(ESTIMATE, 1)] == [True, False, True, True]
+
+
+def test_a_rank_is_watched_from_start_to_end_and_keeps_its_energy(tmp_path: Path) -> None:
+    said: list[str] = []
+    ranks = Ranks(rank=1, local_rank=0, world_size=2, device=torch.device("cpu"), backend="gloo")
+    assert watch_hardware(ranks, tmp_path, 0.0, said.append, continues=False) is None
+    for continues in (False, True):
+        sampler = watch_hardware(ranks, tmp_path, 0.01, said.append, continues=continues)
+        assert sampler is not None
+        time.sleep(0.05)
+        assert sampler.finish(tmp_path, ranks.rank) == ""
+        assert sampler.take_row()["hardware/rss_gb"] > 0  # type: ignore[operator]
+    assert read_energy(tmp_path).seconds > 0.08 and not said
+    (tmp_path / "file").touch()
+    sampler = watch_hardware(ranks, tmp_path / "file", 0.01, said.append, continues=True)
+    assert sampler is not None
+    time.sleep(0.03)
+    assert "not kept (Not a directory)" in sampler.finish(tmp_path / "file", 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcourse.values import check_values, suggest_choice
+from vlmcourse.values import at_least_zero, check_values, suggest_choice
 
 LOGGERS = ("console", "jsonl", "csv", "tensorboard", "wandb", "trackio")
 MODES = ("offline", "online")
@@ -30,6 +30,9 @@ class LoggingConfig:
     timeout_s: float = 30.0
     """Seconds that wandb and trackio may take to start, and again to finish; after that the run goes on without."""
 
+    hardware_every_s: float = 1.0
+    """Seconds between looks at each rank's GPU, or at its process; 0 looks at neither, and counts no energy."""
+
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""
         unknown = [name for name in self.loggers if name not in LOGGERS]
@@ -45,4 +48,5 @@ class LoggingConfig:
                 f"{NOT_IN_PROJECTS}"
             )
         found += check_values(self, "logging", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
+        found += at_least_zero(self, "logging", "hardware_every_s")
         return found

@@ -10,6 +10,7 @@ Source: codecarbon, data/private_infra/global_energy_mix.json, after Our World i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -57,12 +58,11 @@ class EnergyMeter:
         self._last, self.source = (now_s, joules), source
 
     def go_on(self, folder: Path, rank: int) -> None:
-        """Count on from what this rank has kept of the run before a resume; nothing where it has kept nothing."""
-        file = folder / FOLDER_NAME / f"rank{rank:04d}.json"
-        if file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            self.joules_low, self.joules_high = kept["joules_low"], kept["joules_high"]
-            self.seconds = kept["seconds"]
+        """Count on from what this rank has kept of the run before a resume; from 0 where nothing of it can be read."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads((folder / FOLDER_NAME / f"rank{rank:04d}.json").read_text(encoding="utf-8"))
+            before = kept["joules_low"], kept["joules_high"], kept["seconds"]
+            self.joules_low, self.joules_high, self.seconds = before
 
     def save(self, folder: Path, rank: int) -> None:
         """Write what one rank took to `energy/` of its run's folder.

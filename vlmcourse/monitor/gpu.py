@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -19,6 +20,7 @@ import torch
 from vlmcourse.monitor.cpu_power import RAPL, CpuProbe, CpuSample
 from vlmcourse.monitor.energy import EnergyMeter
 from vlmcourse.monitor.nvml import GpuProbe, GpuSample, NvmlError
+from vlmcourse.parallel.ranks import Ranks
 
 PERIOD_S = 0.5
 GPU_BOARD = "NVML: the GPU's board, not the rest of the machine"
@@ -52,6 +54,30 @@ def build_probe(device: torch.device, local_rank: int, say: Callable[[str], None
             say(f"The GPU is not watched: {error}. What follows is of the process, without the GPU's power")
     probe = CpuProbe()
     return probe, local_rank == 0 or probe.source != RAPL
+
+
+def watch_hardware(
+    ranks: Ranks, folder: Path, period_s: float, say: Callable[[str], None], *, continues: bool
+) -> HardwareSampler | None:
+    """Start to watch a rank's hardware for a run.
+
+    Args:
+        ranks: this process's place.
+        folder: the run's.
+        period_s: seconds between looks; 0 starts nothing.
+        say: prints one line where something cannot be watched.
+        continues: whether the run goes on: then its energy counts on.
+
+    Returns:
+        What watches, or None.
+    """
+    if period_s <= 0:
+        return None
+    probe, counts = build_probe(ranks.device, ranks.local_rank, say)
+    sampler = HardwareSampler(probe, period_s=period_s, counts_energy=counts)
+    if continues:
+        sampler.meter.go_on(folder, ranks.rank)
+    return sampler
 
 
 class HardwareSampler:
@@ -103,6 +129,16 @@ class HardwareSampler:
         self._stop.set()
         self._thread.join(5)
         self._probe.close()
+
+    def finish(self, folder: Path, rank: int) -> str:
+        """Stop, and keep the energy of this rank in the run's folder; return what went wrong, or nothing."""
+        self.close()
+        if self._counts_energy and self.meter.source:
+            try:
+                self.meter.save(folder, rank)
+            except OSError as error:
+                return f"The energy of this run is not kept ({error.strerror})"
+        return f"The hardware was not watched to the end ({self._failed})" if self._failed else ""
 
     def _run(self) -> None:
         is_last = isinstance(self._probe, CpuProbe) and self._stop.wait(

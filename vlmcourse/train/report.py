@@ -1,7 +1,8 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
 Only rank 0 shows and writes anything. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware and
-versions), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`. A new
+versions), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`), `result.json`, `checkpoints/`, and
+`energy/` with a file of every rank. A new
 run never overwrites an earlier one of the same name: that is moved aside.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vlmcourse.config import TOWERS, TrainConfig
+from vlmcourse.monitor.gpu import watch_hardware
 from vlmcourse.monitor.hardware import describe_hardware
 from vlmcourse.monitor.loggers import RunInfo, RunLoggers, build_loggers, read_rows
 from vlmcourse.monitor.metrics import TokenCount
@@ -118,28 +120,38 @@ class RunReport:
         """
         self.folder = run_folder(config)
         self.history: list[dict[str, Any]] = []
-        self._is_main = ranks.is_main
+        self._ranks, self._is_main = ranks, ranks.is_main
         self._loggers = RunLoggers([], self.say)
         self._bar: tqdm[Any] | None = None
-        if not self._is_main:
-            return
+        if self._is_main:
+            self._open(config, start_step, continues=continues)
+            if show_progress:
+                # On stdout: anything on stderr fails a graded notebook cell.
+                self._bar = tqdm(
+                    total=config.train.num_steps, initial=start_step, unit="step", file=sys.stdout, mininterval=0.5
+                )
+        every_s = config.logging.hardware_every_s
+        self._sampler = watch_hardware(ranks, self.folder, every_s, self.say, continues=continues)
+
+    def _open(self, config: TrainConfig, start_step: int, *, continues: bool) -> None:
+        """Make the run's folder, and start what is written to it."""
         check_run_folder(config, is_resumed=continues)
         if not continues:
             move_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self.folder / "config.json", dataclasses.asdict(config))
-        hardware = describe_hardware(ranks)
+        whole_config, hardware = dataclasses.asdict(config), describe_hardware(self._ranks)
+        _write_json(self.folder / "config.json", whole_config)
         _write_json(self.folder / "run.json", {"hardware": hardware})
         self.history = read_rows(self.folder, start_step)
+        info = RunInfo(
+            name=config.run.name,
+            folder=self.folder,
+            config=whole_config,
+            hardware=hardware,
+            keep_until_step=start_step or None,
+        )
         self._loggers = build_loggers(config.logging, COLUMNS, self.say)
-        whole_config = dataclasses.asdict(config)
-        info = RunInfo(name=config.run.name, folder=self.folder, config=whole_config, hardware=hardware)
-        self._loggers.start(dataclasses.replace(info, keep_until_step=start_step or None))
-        if show_progress:
-            # On stdout: anything on stderr fails a graded notebook cell.
-            self._bar = tqdm(
-                total=config.train.num_steps, initial=start_step, unit="step", file=sys.stdout, mininterval=0.5
-            )
+        self._loggers.start(info)
 
     def show(self, loss: float, tokens_per_s: float) -> None:
         """Move the progress bar by one step."""
@@ -167,6 +179,8 @@ class RunReport:
         row |= {f"lr_{tower}": rate_of for tower, rate_of in step.learning_rates.items()}
         row |= {"tokens_per_s": rate.total, "text_tokens_per_s": rate.text, "visual_tokens_per_s": rate.visual}
         row |= {"supervised_tokens_per_s": rate.supervised, "exact_match": exact_match, "seconds": seconds}
+        if self._sampler is not None:
+            row = row | self._sampler.take_row()
         self.history.append(row)
         self._loggers.log(row)
 
@@ -179,6 +193,10 @@ class RunReport:
         """Close files and progress bar; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
+        if self._sampler is not None:
+            sampler, self._sampler = self._sampler, None
+            if problem := sampler.finish(self.folder, self._ranks.rank):
+                self.say(problem)
         self._loggers.close()
 
 

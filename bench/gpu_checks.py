@@ -505,7 +505,55 @@ def check_nvme() -> str:
     return f"largest difference of losses to one GPU {gap:.1e}"
 
 
+GPU_PROBE = """
+import json, sys, time, torch
+from vlmcourse.monitor.gpu import HardwareSampler
+from vlmcourse.monitor.nvml import GpuProbe
+device = torch.device("cuda", 0)
+probe = GpuProbe(device)
+sampler = HardwareSampler(probe, period_s=0.1)
+x = torch.randn(4096, 4096, device=device)
+until_s = time.monotonic() + 3
+while time.monotonic() < until_s:
+    for _ in range(20):
+        y = x @ x
+    torch.cuda.synchronize()
+row = sampler.take_row()
+nvml, handle = probe._nvml, probe._handle
+row["limit_watts"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+row["uuids"] = [str(torch.cuda.get_device_properties(device).uuid), nvml.nvmlDeviceGetUUID(handle)]
+sampler.close()
+print(json.dumps(row))
+"""
+
+
+def watch_busy_gpu(index: int) -> dict[str, Any]:
+    """Return the row of a GPU that multiplies matrices for 3 s, in a process that sees this one alone."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": str(index), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", GPU_PROBE]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_gpu_watch(index: int) -> str:
+    """NVML sees a busy GPU: the one that torch uses, whatever its index, with use, memory, power and energy."""
+    if importlib.util.find_spec("pynvml") is None:
+        raise NotHereError("needs nvidia-ml-py")
+    row = watch_busy_gpu(index)
+    ours, nvmls = row["uuids"]
+    assert nvmls.endswith(ours.removeprefix("GPU-")), f"torch uses {ours}, NVML was asked about {nvmls}"
+    assert row["performance/gpu_util"] > 50 and row["performance/memory_used_gb"] > 0.1, row
+    assert 0 < row["hardware/gpu_watts"] < 1.2 * row["limit_watts"] and row["energy/joules_high"] > 0, row
+    missing = [key for key in ("hardware/pcie_rx_bytes_per_s", "hardware/nvlink_rx_bytes_per_s") if key not in row]
+    told = f"; this card does not tell {', '.join(missing)}" if missing else ""
+    return f"{row['performance/gpu_util']:.0f} % used, {row['hardware/gpu_watts']:.0f} W{told}"
+
+
 CHECKS = (
+    Check("NVML watches the GPU that torch uses", 1, partial(check_gpu_watch, 0)),
+    Check("NVML watches the GPU that torch uses where CUDA_VISIBLE_DEVICES renumbers", 2, partial(check_gpu_watch, 1)),
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("a step's phases are timed by events", 1, partial(check_step_clock, "single", 1)),
     Check("bf16 autocast stays near fp32", 1, check_bf16),

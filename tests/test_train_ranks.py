@@ -185,9 +185,11 @@ def test_files_are_written_once_and_by_rank_0(folder: Path, found: list[dict[str
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.json",
+        "energy",
         "log.csv",
         "log.jsonl",
         "result.json",
+        "run.json",
         "steps",
     ]
     assert sorted(path.name for path in (run / "steps").iterdir()) == ["rank0000.jsonl", "rank0001.jsonl"]

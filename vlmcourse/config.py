@@ -20,6 +20,7 @@ from vlmcourse.batch import describe_batch, effective_batch_size
 from vlmcourse.engine_rules import engine_problems
 from vlmcourse.layout import CHOICES as PARALLEL_CHOICES
 from vlmcourse.layout import ParallelConfig
+from vlmcourse.log_config import LOGGING_CHOICES, LoggingConfig
 from vlmcourse.presets import MODELS
 from vlmcourse.recompute import POLICIES, RECOMPUTING_TOWERS, ActivationsConfig
 from vlmcourse.state_offload import CHOICES as OFFLOAD_CHOICES
@@ -56,6 +57,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     **{f"parallel.{name}": known for name, known in PARALLEL_CHOICES.items()},
     **{f"activations.{tower}": POLICIES for tower in RECOMPUTING_TOWERS},
     **{f"offload.{name}": known for name, known in OFFLOAD_CHOICES.items()},
+    **{f"logging.{name}": known for name, known in LOGGING_CHOICES.items()},
 }
 """What texts may be of which there are a few."""
 MAX_SEED = 2**63 - 1
@@ -236,6 +238,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]

@@ -1,8 +1,9 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
-Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `log.csv`, `log.jsonl`,
-`result.json` and `checkpoints/`; `steps/` has a file of every rank, see `run_monitor.py`. A new run never overwrites an
-earlier one of the same name: that is moved aside.
+Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware and
+versions), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`; every
+rank has a file of its own in `steps/` (see `run_monitor.py`) and in `energy/`. A new run never overwrites an earlier one
+of the same name: that is moved aside.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from tqdm import tqdm
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.layout import Layout
-from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
+from vlmcourse.monitor.gpu import watch_hardware
+from vlmcourse.monitor.hardware import describe_hardware
+from vlmcourse.monitor.loggers import RunInfo, RunLoggers, build_loggers, read_rows
 from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
@@ -174,25 +177,38 @@ class RunReport:
         """
         self.folder = run_folder(config)
         self.history: list[dict[str, Any]] = []
-        self._is_main = ranks.is_main
-        self._loggers: list[CsvLogger | JsonlLogger] = []
+        self._ranks, self._is_main = ranks, ranks.is_main
+        self._loggers = RunLoggers([], self.say)
         self._bar: tqdm[Any] | None = None
-        if not self._is_main:
-            return
+        if self._is_main:
+            self._open(config, start_step, continues=continues)
+            if show_progress:
+                # On stdout: anything on stderr fails a graded notebook cell.
+                self._bar = tqdm(
+                    total=config.train.num_steps, initial=start_step, unit="step", file=sys.stdout, mininterval=0.5
+                )
+        every_s = config.logging.hardware_every_s
+        self._sampler = watch_hardware(ranks, self.folder, every_s, self.say, continues=continues)
+
+    def _open(self, config: TrainConfig, start_step: int, *, continues: bool) -> None:
+        """Make the run's folder, and start what is written to it."""
         check_run_folder(config, is_resumed=continues)
         if not continues:
             move_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self.folder / "config.json", dataclasses.asdict(config))
-        jsonl_path, keep = self.folder / "log.jsonl", start_step or None
-        csv_log = CsvLogger(self.folder / "log.csv", COLUMNS, keep_until_step=keep)
-        self._loggers = [csv_log, JsonlLogger(jsonl_path, keep_until_step=keep)]
-        self.history = [json.loads(line) for line in jsonl_path.read_text(encoding="utf-8").splitlines()]
-        if show_progress:
-            # On stdout: anything on stderr fails a graded notebook cell.
-            self._bar = tqdm(
-                total=config.train.num_steps, initial=start_step, unit="step", file=sys.stdout, mininterval=0.5
-            )
+        whole_config, hardware = dataclasses.asdict(config), describe_hardware(self._ranks)
+        _write_json(self.folder / "config.json", whole_config)
+        _write_json(self.folder / "run.json", {"hardware": hardware})
+        self.history = read_rows(self.folder, start_step)
+        info = RunInfo(
+            name=config.run.name,
+            folder=self.folder,
+            config=whole_config,
+            hardware=hardware,
+            keep_until_step=start_step or None,
+        )
+        self._loggers = build_loggers(config.logging, COLUMNS, self.say)
+        self._loggers.start(info)
 
     def show(self, loss: float, tokens_per_s: float) -> None:
         """Move the progress bar by one step."""
@@ -206,10 +222,11 @@ class RunReport:
             tqdm.write(text, file=sys.stdout)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Add one row, as `rows.build_row` returns it, to the history and the log files."""
+        """Add one row, as `rows.build_row` returns it, and what the hardware did, to the history and the log files."""
+        if self._sampler is not None:
+            row = row | self._sampler.take_row()
         self.history.append(row)
-        for log in self._loggers:
-            log.log(row)
+        self._loggers.log(row)
 
     def finish(self, result: TrainResult) -> None:
         """Write the result."""
@@ -220,8 +237,11 @@ class RunReport:
         """Close files and progress bar; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-        for log in self._loggers:
-            log.close()
+        if self._sampler is not None:
+            sampler, self._sampler = self._sampler, None
+            if problem := sampler.finish(self.folder, self._ranks.rank):
+                self.say(problem)
+        self._loggers.close()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

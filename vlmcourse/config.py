@@ -21,6 +21,7 @@ from vlmcourse.engine_rules import engine_problems
 from vlmcourse.layout import CHOICES as PARALLEL_CHOICES
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.presets import MODELS
+from vlmcourse.profile_schedule import ProfileConfig
 from vlmcourse.recompute import POLICIES, RECOMPUTING_TOWERS, ActivationsConfig
 from vlmcourse.state_offload import CHOICES as OFFLOAD_CHOICES
 from vlmcourse.state_offload import OffloadConfig
@@ -236,12 +237,14 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         found += precision_problems(self.train.precision, self.parallel)
-        found += self.activations.contradictions(self.parallel, self.model.freeze)
         parallel = self.parallel
+        found += self.activations.contradictions(parallel, self.model.freeze)
+        found += self.profile.contradictions(self.train.num_steps)
         found += self.offload.contradictions(parallel, self.train.precision)
         found += engine_problems(parallel.strategy, self.train.precision, self.activations, parallel.deepspeed_config)
         if found:

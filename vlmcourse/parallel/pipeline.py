@@ -33,10 +33,12 @@ from vlmcourse.data.samples import Batch
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.comm import local_part
 from vlmcourse.parallel.microbatches import StepBatch, check_batches, check_same_batches, stack_batches
+from vlmcourse.parallel.phases import phase
 from vlmcourse.parallel.stages import EMBEDDING, LossSum, VLMStage, layer_parameters, plain_stage
 from vlmcourse.parallel.timeline import Action, OnAction, TimedStage, gather_actions, start_together
 from vlmcourse.planner.schedules import SCHEDULES, check_schedule, find_tied_problem, stages_of_rank
 from vlmcourse.planner.stages import StageSplit, split_evenly
+from vlmcourse.spans import BACKWARD, FORWARD
 
 CLASSES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -260,11 +262,12 @@ class Pipeline:
         """Run an action of a stage, and write down when if asked to."""
         if self.on_action is not None:
             run = partial(self.on_action, kind, microbatch, stage, run)
-        if not self.record:
-            return run()
-        start_s = Action.now(self.device) - self._started_s
-        result = run()
-        end_s = Action.now(self.device) - self._started_s
+        with phase(FORWARD if kind == "F" else BACKWARD):
+            if not self.record:
+                return run()
+            start_s = Action.now(self.device) - self._started_s
+            result = run()
+            end_s = Action.now(self.device) - self._started_s
         self.actions.append(Action(self.pp_rank, kind, microbatch, stage, start_s, end_s))
         return result
 

@@ -20,9 +20,11 @@ from vlmcourse.layout import Layout
 from vlmcourse.monitor.metrics import TokenCount
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import sum_over_ranks
+from vlmcourse.parallel.phases import phase
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import gradient_sync, refuse_exchange, run_backward
+from vlmcourse.spans import BACKWARD, FORWARD
 from vlmcourse.train.loss import TokenLoss, weight_sum
 from vlmcourse.train.precision import autocast
 
@@ -145,8 +147,10 @@ def _run_one_by_one(
         is_watched = how.check_silence and i == 0 and not is_last and not how.every and ranks.world_size > 1
         watch = refuse_exchange(model, f"rank {ranks.rank}: micro-batch 1 of {len(batches)}")
         with watch if is_watched else nullcontext(), gradient_sync(model, is_last, *every):
-            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision, *weighting)
-            run_backward(model, loss_sum * loss_scale)
+            with phase(FORWARD):
+                loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision, *weighting)
+            with phase(BACKWARD):
+                run_backward(model, loss_sum * loss_scale)
         loss_sums.append(loss_sum.detach())
     return loss_sums
 

@@ -38,10 +38,12 @@ from vlmcourse.parallel.engines import (
     start_deepspeed,
 )
 from vlmcourse.parallel.mesh import find_place
+from vlmcourse.parallel.phases import phase
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
+from vlmcourse.spans import DATA_WAIT, OPTIMIZER
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients, explain_nonfinite
 from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches
@@ -57,6 +59,7 @@ from vlmcourse.train.optimizer import (
     set_learning_rates,
 )
 from vlmcourse.train.precision import build_scaler, check_precision, forbid_tf32, prepare_weights
+from vlmcourse.train.profiling import profiled
 from vlmcourse.train.report import RunReport, StepReport, TrainResult
 from vlmcourse.train.seed import seed_step
 
@@ -205,7 +208,8 @@ class Trainer:
         config = self.config.train
         seed_step(self.config.run.seed, self.step, self.place.dp_rank)
         self.model.train()
-        batches = self.load_step(self.step)
+        with phase(DATA_WAIT):
+            batches = self.load_step(self.step)
         self.optimizer.zero_grad(set_to_none=True)
         scale = self.scaler.scale
         how = Accumulation(
@@ -217,7 +221,8 @@ class Trainer:
         done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout, how)
         self._is_checked = self._is_checked or len(batches) > 1
         is_finite = self.scaler.unscale(self.model)
-        grad_norm = clip_gradients(self.model, config.max_grad_norm)
+        with phase(OPTIMIZER):
+            grad_norm = clip_gradients(self.model, config.max_grad_norm)
         lr_scale = learning_rate_scale(
             self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
         )
@@ -241,13 +246,15 @@ class Trainer:
         """Let the optimizer step if the norm of the gradient is finite; return the norm."""
         engine = self.optimizer if isinstance(self.optimizer, EngineOptimizer) else None
         if engine is not None or math.isfinite(grad_norm):
-            self.optimizer.step()
+            with phase(OPTIMIZER):
+                self.optimizer.step()
         grad_norm = engine.grad_norm if engine is not None else grad_norm  # an engine measures it, and decides itself
         if not math.isfinite(grad_norm):
             found = f"the loss of this step is finite, but the norm of its gradient is {grad_norm}"
             raise RuntimeError(explain_nonfinite(found, self.ranks, self.config.train.precision))
         return grad_norm
 
+    @profiled
     def fit(self) -> TrainResult:
         """Train from the present step to the last; save, evaluate and log on the way.
 

@@ -126,9 +126,8 @@ def find_clocks(traces: Sequence[RankTrace]) -> list[Clock]:
         high = min((left - mine[0] for (_, left), mine in pairs), default=0.0)
         is_same = trace is first or (trace.host == first.host != "" and low <= 0 <= high)
         added_s = 0.0 if is_same else (low + high) / 2
-        clocks.append(
-            Clock(rank=trace.rank, added_s=added_s, uncertainty_s=0.0 if trace is first else abs(high - low) / 2)
-        )
+        off_s = 0.0 if trace is first else max(abs(high - added_s), abs(added_s - low))
+        clocks.append(Clock(rank=trace.rank, added_s=added_s, uncertainty_s=off_s))
     return clocks
 
 

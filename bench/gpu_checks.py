@@ -92,7 +92,7 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
-        log = next(Path(folder).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
+        log = next(Path(values["run.output_dir"]).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
         result["losses"] = [json.loads(line)["loss"] for line in log]
     return result
 
@@ -450,6 +450,30 @@ def check_nvme() -> str:
     return f"largest difference of losses to one GPU {gap:.1e}"
 
 
+def check_profile(strategy: str, nproc: int) -> str:
+    """A profiled run records kernels on their streams, finds the passes they belong to, and merges its ranks."""
+    from vlmcourse.monitor.trace_activity import read_activities
+    from vlmcourse.monitor.trace_files import find_format_problems
+    from vlmcourse.monitor.trace_merge import ABOUT, MERGED_NAME, read_merged
+    from vlmcourse.monitor.trace_summary import summarise
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(strategy, nproc, run__output_dir=folder, profile__active=2)
+        trace = read_merged(next(Path(folder).rglob(MERGED_NAME)))
+    assert not (problems := find_format_problems(trace)), problems
+    gpu_rows = [row["rank"] for row in trace[ABOUT]["rows"] if row["is_gpu"]]
+    assert gpu_rows == list(range(nproc)), f"rows of GPUs of ranks {gpu_rows}"
+    for activity in read_activities(trace):
+        assert all(span["cat"] != "cpu_op" for span in activity.operators), "operators of the CPU count as computing"
+        empty = [name for name in ("forward", "backward", "optimizer") if not activity.phases[name]]
+        assert not empty, f"no kernel was launched in {empty}"
+        sent = [span["name"] for span in activity.sent if span["name"].startswith("nccl")]
+        assert bool(sent) == (nproc > 1), f"{len(sent)} kernels of NCCL on {nproc} rank(s)"
+    summary = summarise(trace)
+    assert all(0 <= of.exposed_s <= of.communication_s for of in summary.ranks), summary
+    return str(summary)
+
+
 CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
@@ -505,6 +529,9 @@ CHECKS = (
     ),
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
+    Check("a profiled step on one GPU shows kernels by phase", 1, lambda: check_profile("single", 1)),
+    Check("profiled steps of 2 GPUs are merged, NCCL's kernels exposed or hidden", 2, lambda: check_profile("ddp", 2)),
+    Check("profiled steps under fsdp on 2 GPUs are merged", 2, lambda: check_profile("fsdp", 2)),
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),

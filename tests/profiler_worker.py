@@ -1,7 +1,7 @@
 """What two ranks do for `test_monitor_profiler.py`. Usage: profiler_worker.py FOLDER.
 
-Each rank trains the tiny model with steps recorded: as it is, with a loader that sleeps on rank 1, and with a rank 1
-that sleeps between forward and backward; then a loop of its own, once with too few steps.
+Each rank trains the tiny model with steps recorded: with a loader that sleeps on rank 1, with a rank 1 that sleeps
+between forward and backward, and as a pipeline; then it runs a loop of its own, once with too few steps.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.spans import BACKWARD, FORWARD
 from vlmcourse.train.trainer import Trainer
 
-SLEEP_S = 0.05
-"""Planted, once a step."""
+SLEEP_S, LONG_SLEEP_S = 0.05, 0.2
+"""Planted once a step: in the loader, and between forward and backward, longer than another rank's backward."""
 CASES: dict[str, dict[str, Any]] = {
-    "healthy": {"strategy": "ddp"},
-    "slow loader": {"strategy": "ddp"},
+    "slow loader": {"strategy": "fsdp"},
     "sleeping rank": {"strategy": "ddp"},
-    "shards": {"strategy": "fsdp"},
     "pipeline": {"strategy": "single", "pp": 2},
 }
 """Name -> how the ranks share the work."""
@@ -51,7 +49,11 @@ def train(name: str, folder: Path, ranks: Ranks) -> str:
     config = parse_config(
         {
             "run": {"output_dir": str(folder), "name": name.replace(" ", "_")},
-            "train": {"num_steps": NUM_STEPS, "micro_batch_size": 2, "accumulation_steps": 2},
+            "train": {
+                "num_steps": NUM_STEPS,
+                "micro_batch_size": 2,
+                "accumulation_steps": 2 if name == "pipeline" else 1,
+            },
             "data": {"num_train_samples": 32, "num_eval_samples": 2},
             "parallel": CASES[name],
             "profile": {"wait": 1, "warmup": 1, "active": 2},
@@ -61,7 +63,7 @@ def train(name: str, folder: Path, ranks: Ranks) -> str:
     if ranks.rank == 1 and name == "slow loader":
         trainer.load_step = sleeping(trainer.load_step)
     if ranks.rank == 1 and name == "sleeping rank":
-        trainer.model.register_forward_hook(lambda *_: time.sleep(SLEEP_S / 2))  # one of two micro-batches
+        trainer.model.register_forward_hook(lambda *_: time.sleep(LONG_SLEEP_S))
     return trainer.fit().output_dir
 
 

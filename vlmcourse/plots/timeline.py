@@ -51,7 +51,7 @@ STYLES = {
     **PASSES,
     COMPUTE: BarStyle(colour="#E4DCEF", hatch="//"),
     COMMUNICATION: BarStyle(colour=COLOURS["communication"]),
-    DATA: BarStyle(colour="#44546A", ink="white"),
+    DATA: BarStyle(colour="#1F2D3D", ink="white"),
     OPTIMIZER: BarStyle(colour=COLOURS["optimizer"], hatch=HATCHES["optimizer"]),
 }
 """Of a span, by its name or else its lane."""

@@ -85,6 +85,12 @@ def test_sends_that_cross_other_spans_get_rows_of_their_own() -> None:
     assert len(set(tids)) == 2
     linear = [event["tid"] for event in trace["traceEvents"] if event["name"] == "aten::linear"]
     assert len(set(linear)) == 1, "operators stay in their thread's row"
+    around = [span("gloo:recv", 50, 70, cat="user_annotation"), span("aten::add", 60, 75)]
+    trace = merge_traces([rank_trace(0, more=around), rank_trace(1)])
+    [moved], [kept] = (
+        [event["tid"] for event in trace["traceEvents"] if event["name"] == name] for name in ("gloo:recv", "aten::add")
+    )
+    assert moved != kept == linear[0], "what is on its way moves, and not the operator that crosses it"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,8 @@ def test_what_a_viewer_would_drop_is_found(wrong: dict[str, Any], said: str) -> 
 def test_spans_that_touch_do_not_cross() -> None:
     parts = [{"name": "a", "ts": at, "dur": 1.0004} for at in (0.0, 1.0, 2.0)]
     assert split_nested(parts) == (parts, [])
+    inner, outer = {"name": "inner", "ts": 0.0, "dur": 1.0}, {"name": "outer", "ts": 0.0, "dur": 3.0}
+    assert split_nested([inner, outer]) == ([outer, inner], []), "the one that begins with the other holds it"
 
 
 def test_the_time_of_each_rank_is_split_as_it_was_planted() -> None:
@@ -133,6 +141,22 @@ def test_the_slowest_rank_the_longest_gap_and_the_operators_are_named() -> None:
     text = str(summary)
     assert "steps 5 to 6: 100.0 ms a step, on 2 rank(s)" in text and "slowest: rank 1 with 95.0 ms" in text
     assert "50.0 ms on rank 1 in step 5 (data stall)" in text and "50 %" in text
+
+
+def test_what_lies_between_two_steps_counts_to_the_first_and_what_lies_outside_to_none() -> None:
+    shorter = rank_trace(0, more=[span("aten::outside", 212, 218)])
+    next(event for event in shorter.events if event["name"] == "step 5")["dur"] -= 5 * MS
+    summary = summarise(merge_traces([shorter, rank_trace(1)]), num_operators=99)
+    assert summary.ranks[0].seconds == pytest.approx(0.2)
+    assert "aten::outside" not in {op.name for op in summary.operators}
+
+
+def test_the_longest_gap_is_what_most_of_it_was_and_names_its_neighbours() -> None:
+    busy = rank_trace(1, more=[span("aten::busy", 10, 110)])
+    busy.events[:] = [event for event in busy.events if event["name"] != "phase data_wait"]
+    gap = summarise(merge_traces([rank_trace(0), busy])).longest_gap
+    assert gap is not None and gap.seconds == pytest.approx(0.030), "20 of all-reduce, 10 of nothing"
+    assert (gap.rank, gap.kind, gap.before, gap.after) == (0, EXPOSED, "aten::mul, in gloo:all_reduce", "aten::mm")
 
 
 def test_a_gap_of_exposed_communication_names_the_collective_and_what_stood_before_it() -> None:

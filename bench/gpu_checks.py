@@ -75,7 +75,7 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
     Args:
         strategy: single, ddp or fsdp.
         nproc: ranks; one GPU each.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         overrides: further values, by name with `__` for the dot.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -97,10 +97,10 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
-        log = next(Path(folder).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
-        result["rows"] = [json.loads(line) for line in log]
+        log = next(Path(values["run.output_dir"]).rglob("log.jsonl"))
+        result["rows"] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         result["losses"] = [row["loss/total"] for row in result["rows"]]
-        result["steps"] = {rank: of_rank.steps for rank, of_rank in read_step_log(next(Path(folder).iterdir())).items()}
+        result["steps"] = {rank: of_rank.steps for rank, of_rank in read_step_log(log.parent).items()}
     return result
 
 
@@ -551,6 +551,30 @@ def check_gpu_watch(index: int) -> str:
     return f"{row['performance/gpu_util']:.0f} % used, {row['hardware/gpu_watts']:.0f} W{told}"
 
 
+def check_profile(strategy: str, nproc: int) -> str:
+    """A profiled run records kernels on their streams, finds the passes they belong to, and merges its ranks."""
+    from vlmcourse.monitor.trace_activity import read_activities
+    from vlmcourse.monitor.trace_files import find_format_problems
+    from vlmcourse.monitor.trace_merge import ABOUT, MERGED_NAME, read_merged
+    from vlmcourse.monitor.trace_summary import summarise
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(strategy, nproc, run__output_dir=folder, profile__active=2)
+        trace = read_merged(next(Path(folder).rglob(MERGED_NAME)))
+    assert not (problems := find_format_problems(trace)), problems
+    gpu_rows = [row["rank"] for row in trace[ABOUT]["rows"] if row["is_gpu"]]
+    assert gpu_rows == list(range(nproc)), f"rows of GPUs of ranks {gpu_rows}"
+    for activity in read_activities(trace):
+        assert all(span["cat"] != "cpu_op" for span in activity.operators), "operators of the CPU count as computing"
+        empty = [name for name in ("forward", "backward", "optimizer") if not activity.phases[name]]
+        assert not empty, f"no kernel was launched in {empty}"
+        sent = [span["name"] for span in activity.sent if span["name"].startswith("nccl")]
+        assert bool(sent) == (nproc > 1), f"{len(sent)} kernels of NCCL on {nproc} rank(s)"
+    summary = summarise(trace)
+    assert all(0 <= of.exposed_s <= of.communication_s for of in summary.ranks), summary
+    return str(summary)
+
+
 CHECKS = (
     Check("NVML watches the GPU that torch uses", 1, partial(check_gpu_watch, 0)),
     Check("NVML watches the GPU that torch uses where CUDA_VISIBLE_DEVICES renumbers", 2, partial(check_gpu_watch, 1)),
@@ -612,6 +636,9 @@ CHECKS = (
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
     Check("state of engines on one GPU is explained", 1, partial(check_zero_tables, "measure_states", 1)),
+    Check("a profiled step on one GPU shows kernels by phase", 1, lambda: check_profile("single", 1)),
+    Check("profiled steps of 2 GPUs are merged, NCCL's kernels exposed or hidden", 2, lambda: check_profile("ddp", 2)),
+    Check("profiled steps under fsdp on 2 GPUs are merged", 2, lambda: check_profile("fsdp", 2)),
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),

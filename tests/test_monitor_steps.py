@@ -18,7 +18,7 @@ from ranks import run_worker
 from ranks_worker import config_in
 from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, config_of
 
-from vlmcourse.config import PRECISIONS, parse_config
+from vlmcourse.config import parse_config
 from vlmcourse.layout import DEEPSPEED, SHARDED
 from vlmcourse.monitor import peak, step_clock, step_log, waits
 from vlmcourse.monitor.peak import Peak, find_peak
@@ -26,6 +26,7 @@ from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_com
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
+from vlmcourse.precision_rules import PRECISIONS
 from vlmcourse.train import row_meter
 from vlmcourse.train.report import StepReport
 from vlmcourse.train.rows import TOWER_NAMES

@@ -18,13 +18,13 @@ import torch
 from precision_cases import ALONE, build, precision_config
 from torch import nn
 
-from vlmcourse.config import PRECISIONS
 from vlmcourse.labs import ch03
 from vlmcourse.monitor.exponents import count_exponents, gradient_exponents
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.op_dtypes import OpPolicy, OpRecorder, measure_autocast_policy
 from vlmcourse.planner import TRAINED, choose_precision, get_device, precision_problem
 from vlmcourse.planner.formats import FORMATS, FloatFormat
+from vlmcourse.precision_rules import PRECISIONS
 from vlmcourse.train import fp8, precision
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, from_fp8, to_fp8
 from vlmcourse.train.low_precision import LowPrecisionAdamW

@@ -38,7 +38,7 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
 
     Args:
         device: of the rank.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
 
     Returns:
         None for a GPU that is not known, or a type that the device has no hardware path for or only emulates.

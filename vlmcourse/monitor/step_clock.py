@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from vlmcourse import spans
 from vlmcourse.layout import DEEPSPEED, SHARDED
+from vlmcourse.parallel.phases import phase
 
-PHASES: tuple[str, ...] = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
+PHASES: tuple[str, ...] = (*spans.PHASES, "other")
 Mark = Any
 """Seconds of `perf_counter`, or a CUDA event."""
 
@@ -114,14 +116,18 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs inside to a phase, except for phases that open inside."""
+        """Count what runs inside to a phase, except for phases that open inside; a profiler's trace shows it too.
+
+        The trace has collectives of its own, so waits inside other phases are not marked there.
+        """
         if not self._stack:
             yield
             return
         depth = len(self._stack)
         self._open(name)
         try:
-            yield
+            with nullcontext() if name == spans.COMMUNICATION else phase(name):
+                yield
         finally:
             if self._stack:
                 del self._stack[depth:]

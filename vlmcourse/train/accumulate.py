@@ -71,7 +71,7 @@ def accumulate_gradients(
         batches: this rank's micro-batches of one optimizer step, on CPU; every rank has the same number of them. A rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         layout: which ranks share samples; by default each rank has its own.
         how: what else a step may do; by default all tokens weigh the same. A pipeline's loss, made when it was built,
             must have the same weighting.

@@ -56,6 +56,7 @@ from vlmcourse.train.optimizer import (
     set_learning_rates,
 )
 from vlmcourse.train.precision import build_scaler, check_precision, forbid_tf32, prepare_weights
+from vlmcourse.train.profiling import profiled
 from vlmcourse.train.report import RunReport, RunTotals, StepReport, TrainResult
 from vlmcourse.train.rows import build_row
 from vlmcourse.train.run_monitor import RunMonitor
@@ -273,6 +274,7 @@ class Trainer:
             raise RuntimeError(explain_nonfinite(found, self.ranks, self.config.train.precision))
         return grad_norm
 
+    @profiled
     def fit(self) -> TrainResult:
         """Train from the present step to the last; save, evaluate and log on the way.
 

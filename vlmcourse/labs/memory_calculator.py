@@ -144,14 +144,7 @@ def calculate(
             recompute_vision=recompute,
             recompute_language=recompute,
         )
-        problems = [*_plan_problems(plan, shape, device, workload), *_sample_problems(shape, workload)]
-        if zero_stage and ranks == 1 and offload == "none":
-            problems.append(f"ZeRO-{zero_stage} splits over 1 rank, which is nothing: raise ranks or set zero_stage=0")
-        if offload == "optimizer" and not zero_stage:
-            problems.append(
-                "offload = 'optimizer' with zero_stage=0: no strategy moves optimizer state that is whole on every "
-                "rank; set zero_stage=1 or higher"
-            )
+        problems = [*_plan_problems(plan, shape, device, workload, offload), *_sample_problems(shape, workload)]
         memory = estimate_offloaded_memory(plan, shape, workload, level=offload)[0]
     except ValueError as error:
         return Calculation(title=title, memory=None, problems=tuple(_sentences(str(error))))
@@ -168,10 +161,20 @@ def calculate(
     )
 
 
-def _plan_problems(plan: Plan, shape: VLMShape, device: str, workload: Workload) -> list[str]:
+def _plan_problems(plan: Plan, shape: VLMShape, device: str, workload: Workload, offload: str) -> list[str]:
+    """Return what is wrong with how ranks share the state, or with what leaves the device."""
     cluster = Cluster(name=device, device=device, num_nodes=1, devices_per_node=plan.num_ranks, host_memory_bytes=0)
     found = check_plan(plan, shape, cluster, workload).problems
-    return [problem.message for problem in found if problem.code not in NOT_JUDGED]
+    problems = [problem.message for problem in found if problem.code not in NOT_JUDGED]
+    stage = plan.zero_stage
+    if stage and plan.num_ranks == 1 and offload == "none":
+        problems.append(f"ZeRO-{stage} splits over 1 rank, which is nothing: raise ranks or set zero_stage=0")
+    if offload == "optimizer" and not stage:
+        problems.append(
+            "offload = 'optimizer' with zero_stage=0: no strategy moves optimizer state that is whole on every rank; "
+            "set zero_stage=1 or higher"
+        )
+    return problems
 
 
 def _sample_problems(shape: VLMShape, workload: Workload) -> list[str]:

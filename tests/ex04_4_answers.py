@@ -67,13 +67,17 @@ def plain() -> Answer:
     )
 
 
+class StageError(ValueError):
+    pass
+
+
 TABLE = {"fp32": (4, 4, 8), "fp16_mixed": (2, 2, 12), "bf16_mixed": (2, 2, 12), "bf16_fp32_grads": (2, 4, 12)}
 
 
 def _of_table(column, first):
     def function(num_params, num_ranks, stage, precision):
         if not 0 <= stage <= 3:
-            raise ValueError
+            raise StageError
         share = Fraction(1, num_ranks) if stage >= first else Fraction(1)
         return TABLE[precision][column] * num_params * share
 

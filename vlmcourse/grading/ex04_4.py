@@ -72,7 +72,7 @@ def _show_ideas(ideas: Sequence[str]) -> None:
 def _refuses(function: Any, arguments: tuple[Any, ...], what: str) -> bool:
     """Tell whether an input that cannot be is refused."""
     outcome = _ask(function, arguments)
-    if outcome.error.startswith("ValueError"):
+    if outcome.refused:
         return True
     got = outcome.error or f"{outcome.value[0]!r:.60} was returned"
     print(f"{what}: raise a ValueError ({got})")

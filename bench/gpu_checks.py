@@ -346,27 +346,28 @@ def check_engine(strategy: str) -> str:
     return check_parity(strategy)
 
 
-def run_on_two(code: str) -> Any:
-    """Run a script on two GPUs and return what it printed last, read as JSON."""
+def run_on_two(code: str, num_ranks: int = 2) -> Any:
+    """Run a script on two GPUs, or on one rank, and return what it printed last, read as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(code, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        ranks = f"--nproc-per-node={num_ranks}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(script)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_pair(imports: str, result: str) -> Any:
-    """Run an expression of `ranks` on two GPUs, after some imports; return what rank 0 has, by way of JSON."""
+def run_pair(imports: str, result: str, num_ranks: int = 2) -> Any:
+    """Run an expression of `ranks` on two GPUs or one, after some imports; return what rank 0 has, by way of JSON."""
     code = (
         f"import json\n{imports}\n"
         "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
         f"ranks = init_ranks()\nfound = {result}\n"
         "print(json.dumps(found)) if ranks.is_main else None\nshutdown_ranks()\n"
     )
-    return run_on_two(code)
+    return run_on_two(code, num_ranks)
 
 
 def check_batch_norm() -> str:
@@ -377,11 +378,12 @@ def check_batch_norm() -> str:
     return f"cuts of 3 that are right: {right}"
 
 
-def check_zero_tables(function: str) -> str:
-    """State or traffic of every stage of ZeRO on two GPUs is what the formula and its differences say."""
+def check_zero_tables(function: str, num_ranks: int = 2) -> str:
+    """State or traffic of every stage of ZeRO on two GPUs, or one, is what the formula and its differences say."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotHereError("needs deepspeed")
-    found = run_pair(f"from vlmcourse.labs.zero_stages import {function} as measure", "measure(ranks=ranks).problems()")
+    imports = f"from vlmcourse.labs.zero_stages import {function} as measure"
+    found = run_pair(imports, "measure(ranks=ranks).problems()", num_ranks)
     assert not found, found
     return "nothing unexplained"
 
@@ -432,6 +434,30 @@ def check_budget() -> str:
     here_bytes, away_bytes, is_kept, text = run_on_two(code)
     assert away_bytes < here_bytes and is_kept, text
     return f"{text}; {here_bytes / 1e6:.3f} MB with everything there"
+
+
+def check_layered() -> str:
+    """FSDP on two GPUs needs less on them with one layer at a time than with one fetched ahead; losses are equal."""
+    full = {"model__preset": "small", "activations__vision": "full", "activations__language": "full"}
+    ahead = train("fsdp", 2, **full, **IN_MAIN_MEMORY)
+    layered = train("fsdp", 2, **full, **IN_MAIN_MEMORY, offload__layered=True)
+    gap, ratio = largest_gap(ahead, layered), layered["peak_bytes"] / ahead["peak_bytes"]
+    assert ratio < 1 and gap < 1e-4, f"layered took {ratio:.2f} of the peak, losses differ by {gap:.1e}"
+    return f"peak with one layer at a time is {ratio:.2f} of that with one ahead; losses differ by {gap:.1e}"
+
+
+def check_levels() -> str:
+    """Every level of offload on two GPUs holds less there than the one before, under FSDP2 and under DeepSpeed."""
+    gap, rows = run_pair(
+        "from vlmcourse.labs.offload_levels import compare_offload_levels",
+        "[(t := compare_offload_levels(ranks=ranks)).loss_gap, "
+        "[(row.strategy, row.level, row.account.held_bytes) for row in t.rows if row.account]]",
+    )
+    for strategy in ("fsdp", "deepspeed-zero3"):
+        held = [size for name, _, size in rows if name == strategy]
+        assert held == sorted(set(held), reverse=True), rows
+    assert gap < 1e-3, f"losses differ by {gap:.1e}"
+    return "; ".join(f"{strategy} {level} {size / 1e6:.3f} MB" for strategy, level, size in rows)
 
 
 def check_nvme() -> str:
@@ -505,6 +531,7 @@ CHECKS = (
     ),
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
+    Check("state of engines on one GPU is explained", 1, partial(check_zero_tables, "measure_states", 1)),
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
@@ -532,6 +559,8 @@ CHECKS = (
     ),
     Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
     Check("a step with its state in main memory keeps the budget of lab 5 on 2 GPUs", 2, check_budget),
+    Check("fsdp on 2 GPUs with one layer at a time needs less than with one ahead", 2, check_layered),
+    Check("every level of offload on 2 GPUs holds less there than the one before", 2, check_levels),
     Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),
 )
 

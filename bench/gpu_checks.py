@@ -346,27 +346,28 @@ def check_engine(strategy: str) -> str:
     return check_parity(strategy)
 
 
-def run_on_two(code: str) -> Any:
-    """Run a script on two GPUs and return what it printed last, read as JSON."""
+def run_on_two(code: str, num_ranks: int = 2) -> Any:
+    """Run a script on two GPUs, or on one rank, and return what it printed last, read as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(code, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        ranks = f"--nproc-per-node={num_ranks}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(script)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_pair(imports: str, result: str) -> Any:
-    """Run an expression of `ranks` on two GPUs, after some imports; return what rank 0 has, by way of JSON."""
+def run_pair(imports: str, result: str, num_ranks: int = 2) -> Any:
+    """Run an expression of `ranks` on two GPUs or one, after some imports; return what rank 0 has, by way of JSON."""
     code = (
         f"import json\n{imports}\n"
         "from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks\n"
         f"ranks = init_ranks()\nfound = {result}\n"
         "print(json.dumps(found)) if ranks.is_main else None\nshutdown_ranks()\n"
     )
-    return run_on_two(code)
+    return run_on_two(code, num_ranks)
 
 
 def check_batch_norm() -> str:
@@ -377,11 +378,12 @@ def check_batch_norm() -> str:
     return f"cuts of 3 that are right: {right}"
 
 
-def check_zero_tables(function: str) -> str:
-    """State or traffic of every stage of ZeRO on two GPUs is what the formula and its differences say."""
+def check_zero_tables(function: str, num_ranks: int = 2) -> str:
+    """State or traffic of every stage of ZeRO on two GPUs, or one, is what the formula and its differences say."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotHereError("needs deepspeed")
-    found = run_pair(f"from vlmcourse.labs.zero_stages import {function} as measure", "measure(ranks=ranks).problems()")
+    imports = f"from vlmcourse.labs.zero_stages import {function} as measure"
+    found = run_pair(imports, "measure(ranks=ranks).problems()", num_ranks)
     assert not found, found
     return "nothing unexplained"
 
@@ -505,6 +507,7 @@ CHECKS = (
     ),
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
+    Check("state of engines on one GPU is explained", 1, partial(check_zero_tables, "measure_states", 1)),
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),

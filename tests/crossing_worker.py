@@ -39,7 +39,8 @@ OTHER_CASES = {
 """Case of the parity tests -> pairs of source and target."""
 ON_FOUR = ("fsdp", "deepspeed-zero1", "deepspeed-zero3")
 """What four ranks run, and go on from."""
-NATIVE = ("deepspeed-zero1", "deepspeed-zero3")
+NATIVE = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+"""What DeepSpeed's own checkpoints, and its universal ones, are written from and loaded into."""
 SAVED_STEP, NEXT_STEPS = 2, 2
 WEIGHT_SEED = 100
 SINGLE, FROM_FOUR = "single", "deepspeed-zero2 on four"
@@ -122,14 +123,20 @@ def cross_on_four(folder: Path, ranks: Ranks) -> dict[str, Any]:
         for source in (*ON_FOUR, SINGLE):
             found[f"{source} -> {target}"] = resume(trainer, folder / source)
         if target in NATIVE:
-            load_universal(trainer.model, folder / f"native-{target}")
-            trainer.step = SAVED_STEP
-            found[f"universal {target}"] = go_on(trainer)
-            try:
-                load_native(trainer.model, folder / f"native-{target}")
-            except Exception as error:  # DeepSpeed raises many kinds
-                found[f"native {target}"] = f"{type(error).__name__}: {error}"
-    train_and_save(configure("deepspeed-zero2", 4, folder, FROM_FOUR), ranks)
+            found |= load_deepspeeds(trainer, target, folder)
+    saved, _ = train_and_save(configure("deepspeed-zero2", 4, folder, FROM_FOUR), ranks)
+    return found | load_deepspeeds(saved, "deepspeed-zero2", folder)
+
+
+def load_deepspeeds(trainer: AwkwardTrainer, stage: str, folder: Path) -> dict[str, Any]:
+    """Return the losses after two ranks' universal checkpoint of the same stage, and what their native one says."""
+    load_universal(trainer.model, folder / f"native-{stage}")
+    trainer.step = SAVED_STEP
+    found: dict[str, Any] = {f"universal {stage}": go_on(trainer)}
+    try:
+        load_native(trainer.model, folder / f"native-{stage}")
+    except Exception as error:  # DeepSpeed raises many kinds
+        found[f"native {stage}"] = f"{type(error).__name__}: {error}"
     return found
 
 

@@ -305,6 +305,41 @@ def test_what_a_cluster_would_refuse_is_refused_here(
     assert message.startswith("vlmcourse launch: ") and words in message and "Traceback" not in message
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "this is not valid JSON"),
+        ('{"zero_optimisation": {"stage": 2}}', "did you mean 'zero_optimization'?"),
+        ('{"zero_optimization": {"stage": 3}}', "parallel.strategy"),
+        ('{"zero_optimization": {"stage": 2}, "train_batch_size": 7}', "train_batch_size"),
+        (None, "There is no file"),
+    ],
+)
+def test_a_bad_ds_config_is_refused_as_train_does_before_anything_is_written(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "ds_config.json", tmp_path / "job"
+    if text is not None:
+        path.write_text(text)
+    given = ["--set", "parallel.strategy=deepspeed-zero2", "--deepspeed", str(path)]
+    message = refusal(capsys, "--target", "slurm", "--nproc-per-node", "2", "--out", str(out), *given)
+    assert words in message and not out.exists()
+    assert cli.main(["train", TINY, "--nproc", "2", *given]) == 2
+    assert capsys.readouterr().err == message.replace("vlmcourse launch: ", "vlmcourse train: ")
+
+
+def test_pods_carry_the_ds_config_and_read_that_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my settings.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}\n')
+    given = ["--set", "parallel.strategy=deepspeed-zero2", "--deepspeed", str(path)]
+    text = launch(capsys, "--target", "k8s", "--image", "x", *given)
+    config, job = yaml.safe_load_all(text)
+    assert config["data"]["ds_config.json"] == path.read_text()
+    command = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"]
+    named = [word for word in command if word.startswith("parallel.deepspeed_config=")]
+    assert named[-1] == f"parallel.deepspeed_config={CONFIG_FOLDER}/ds_config.json"  # what stands last wins
+
+
 def test_all_problems_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--target", "k8s", "--nodes", "0", "--name", "A", "--port", "1")
     assert message.count("\n  - ") == 4

@@ -41,6 +41,16 @@ def state_figure() -> Figure:
     return plots.plot_state(states, {"80 GB": 80 * GB}, "What fits")
 
 
+def test_a_label_that_does_not_fit_its_part_of_a_bar_is_left_out_and_no_two_overlap() -> None:
+    states = {f"ZeRO-{stage}": estimate_state_bytes(26 * GB, zero_stage=stage, shard_degree=8) for stage in range(4)}
+    figure = plots.plot_state(states, {"40 GB": 40 * GB, "80 GB": 80 * GB}, "Stages")
+    figure.draw_without_rendering()
+    texts = [text for text in figure.axes[0].texts if not text.get_text().endswith("GB")]
+    assert [text.get_text() for text in texts] == ["52", "52", "312", "52", "52", "39", "52", "39", "39"]
+    boxes = [text.get_window_extent() for text in texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
 def ledger_figure() -> Figure:
     ledgers = {"ddp": [Ledger(4 * MB, 4 * MB, 8 * MB)] * 2, "fsdp": [Ledger(2 * MB, 2 * MB, 5 * MB)]}
     estimates = {

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from parity import load
 from ranks import run_worker
-from zero_tables_worker import OFFLOADED
+from zero_tables_worker import OFFLOADED, OTHERS, STRATEGIES
 
 from vlmcourse.labs import zero_stages
 from vlmcourse.labs.engine_table import PAIR, EngineTable, compare_engines
 from vlmcourse.labs.zero_stages import FREES, STAGES, find_groups, find_unit_shapes, tiny_config
 from vlmcourse.machine import describe_machine
 from vlmcourse.monitor.state_table import StateRow, StateTable, build_row, estimate_by_deepspeed
-from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, explain_traffic
+from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, estimate_fp32_traffic, explain_traffic
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.network import estimate_step_traffic
 from vlmcourse.planner.state_layout import ZERO_STAGES, count_params, estimate_fp32_state, explain_state
@@ -40,12 +40,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> StateTable:
-    return run(tmp_path_factory, 4)[0]["states"]
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory, 4)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory, 1)
+
+
+def tables_of(of_rank: dict[str, Any]) -> tuple[StateTable, TrafficTable]:
+    return of_rank["tables"]
 
 
 def by_name(pair: list[dict[str, Any]], rank: int = 0) -> dict[str, StateRow]:
-    rows = pair[0]["states"].rows
+    rows = tables_of(pair[0])[0].rows
     return {row.strategy: row for row in rows if row.rank == rank and row.strategy not in OFFLOADED}
 
 
@@ -98,11 +107,13 @@ def test_deepspeeds_estimator_counts_20_bytes_that_shrink_to_2_or_to_the_largest
 
 
 def test_differences_of_traffic_worked_by_hand() -> None:
-    units = Units(root=[(3,)], others=[[(5, 7)], [(4, 2)]])  # 46 parameters; rows filled to 4, 6 and 4: 54
+    units = Units(root=[(3,)], others=[[(5, 7)], [(4, 2)]], groups=[[(5, 7)], [(4, 2), (3,)]])
+    # 46 parameters; FSDP2 fills rows to 4, 6 and 4: 54; ZeRO-1 and 2 groups of 35 and 11 to 36 and 12; ZeRO-3 35 and 3.
     once = 4 * 46 / 2
-    assert [d.sent_bytes for d in explain_traffic(units, "deepspeed-zero2", 2)] == [once]
-    assert [d.sent_bytes for d in explain_traffic(units, "deepspeed-zero3", 2)] == [-once]
-    assert explain_traffic(units, "deepspeed-zero3", 2, frees=True) == explain_traffic(units, "ddp", 2) == []
+    assert [d.sent_bytes for d in explain_traffic(units, "deepspeed-zero2", 2)] == [once, 4 * 2 / 2]
+    assert [d.sent_bytes for d in explain_traffic(units, "deepspeed-zero3", 2)] == [3 * 4 * 2 / 2, -once - 4 * 2 / 2]
+    assert [d.sent_bytes for d in explain_traffic(units, "deepspeed-zero3", 2, frees=True)] == [3 * 4 * 2 / 2]
+    assert explain_traffic(units, "ddp", 2) == []
     assert [d.sent_bytes for d in explain_traffic(units, "fsdp", 2)] == [3 * 4 * 8 / 2, -4 * 4 / 2]
 
 
@@ -113,42 +124,77 @@ def test_the_tiny_model_is_counted_whole_by_both_arithmetics() -> None:
     assert largest == 176_640 or largest < TINY
 
 
-def test_one_process_holds_16_bytes_a_parameter_and_every_stage_is_refused_there() -> None:
+def test_one_process_holds_16_bytes_a_parameter_and_the_table_says_why_no_other_strategy_is_run() -> None:
     import torch
 
-    alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
-    table = zero_stages.measure_states(STAGES, alone)
-    [row] = table.rows
-    assert row.strategy == "single" and row.formula.total == 16 * TINY
-    assert table.problems(0) == []
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+    states, traffic = zero_stages.measure_stages(("zero1", "deepspeed-zero2", FREES), ranks, with_peaks=False)
+    [row], [sent] = states.rows, traffic.rows
+    assert row.strategy == sent.name == "single" and row.formula.total == 16 * TINY and sent.sent_bytes == 0
+    assert states.problems(0) == traffic.problems(0) == []
+    assert [(row.strategy, row.formula_bytes) for row in states.not_run] == [
+        ("zero1", 16 * TINY),
+        ("deepspeed-zero2", 16 * TINY),
+    ]
+    for table in (states, traffic):
+        of_torch, of_engine = str(table).splitlines()[2:4]
+        assert of_torch.startswith("zero1 ") and "there is nothing to share, and it would be 'single'" in of_torch
+        assert of_engine.startswith("deepspeed-zero2 ") and of_engine.endswith("start it with %%torchrun -n 1")
+    assert (states + states).not_run == 2 * states.not_run
 
 
 # --- Measured -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_what_the_formula_and_its_differences_say_to_the_byte(pair: list[dict[str, Any]]) -> None:
-    table: StateTable = pair[0]["states"]
-    assert [row.strategy for row in table.rows] == [name for name in (*STAGES, *OFFLOADED) for _ in range(2)]
-    assert table.problems(0) == []
-    for row in table.rows:
-        assert row.formula == estimate_fp32_state(
-            find_groups(tiny_config("ddp"), get_model("tiny"))[0], row.strategy.removesuffix("+cpu"), 2
-        )
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_hold_and_send_what_the_formulas_and_their_differences_say_to_the_byte(
+    num_ranks: int, request: pytest.FixtureRequest
+) -> None:
+    found = request.getfixturevalue({1: "alone", 2: "pair", 4: "four"}[num_ranks])
+    states = tables_of(found[0])[0]
+    names = (*(["single"] if num_ranks == 1 else []), *STRATEGIES[num_ranks])
+    left_out = {row.strategy for row in states.not_run}
+    assert left_out == ({"ddp", "accelerate-ddp", "zero1", "zero2", "fsdp"} & set(names) if num_ranks == 1 else set())
+    run_here = [name for name in names if name not in left_out]
+    assert [row.strategy for row in states.rows] == [n for n in run_here if n != FREES for _ in range(num_ranks)]
+    assert states.problems(0) == []
+    groups = find_groups(tiny_config("ddp"), get_model("tiny"))[0]
+    for row in states.rows:
+        assert row.formula == estimate_fp32_state(groups, row.strategy.removesuffix("+cpu"), num_ranks)
+    for of_rank in found:
+        traffic = tables_of(of_rank)[1]
+        assert [row.name for row in traffic.rows] == [name for name in run_here if name not in OFFLOADED]
+        assert traffic.problems(0) == []
+        for row in traffic.rows:  # one number a parameter at most; the largest is FSDP2's norm
+            assert row.numbers_bytes < 2 * 4 * 80 and (row.sent_bytes == 0) == (num_ranks == 1)
 
 
 @pytest.mark.slow
-def test_four_ranks_do_too(four: StateTable) -> None:
-    assert len(four.rows) == 16 and four.problems(0) == []
+def test_an_engine_on_one_rank_holds_an_fp32_copy_more_than_single(alone: list[dict[str, Any]]) -> None:
+    states = tables_of(alone[0])[0]
+    held = {row.strategy: row.measured.total_bytes for row in states.fullest()}
+    single = held["single"]
+    assert held["deepspeed-zero0"] == single
+    for name in ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "deepspeed-zero2+cpu"):
+        assert held[name] - single == pytest.approx(4 * TINY, rel=0.001)
 
 
 @pytest.mark.slow
-def test_a_model_of_odd_sizes_does_too_and_engines_forget_gradients_in_their_step(pair: list[dict[str, Any]]) -> None:
-    for of_rank in pair:
-        for stage, (row, after) in of_rank["odd"].items():
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_model_of_odd_sizes_does_too_and_engines_forget_gradients_in_their_step(
+    num_ranks: int, request: pytest.FixtureRequest
+) -> None:
+    units = Units([], ODD, ODD)
+    for of_rank in request.getfixturevalue({2: "pair", 4: "four"}[num_ranks]):
+        for stage, (row, after, sent_bytes) in of_rank["odd"].items():
             assert row.problems(0) == []
             assert (after.gradients_bytes == 0) == (stage < 3)
             assert after.optimizer_bytes == row.measured.optimizer_bytes
+            differences = explain_traffic(units, f"deepspeed-zero{stage}", num_ranks)
+            expected = estimate_fp32_traffic(units, f"deepspeed-zero{stage}", num_ranks).total
+            assert sent_bytes == expected + sum(difference.sent_bytes for difference in differences)
+            assert any("filled up" in difference.reason for difference in differences)
 
 
 @pytest.mark.slow
@@ -167,34 +213,35 @@ def test_a_stage_taken_for_another_is_seen(pair: list[dict[str, Any]], asked: st
 @pytest.mark.slow
 def test_stages_that_hold_the_same_before_the_update_differ_within_the_step(pair: list[dict[str, Any]]) -> None:
     rows = by_name(pair)
+    peaks = {name: row.peaks for name, row in rows.items() if row.peaks is not None}
+    assert set(peaks) == set(STAGES)
     assert rows["deepspeed-zero1"].measured == rows["deepspeed-zero2"].measured
     # ZeRO-1 reduces at the end of backward, when all gradients are whole (the step's scratch padding aside).
-    assert rows["deepspeed-zero1"].peaks.gradients_bytes > rows["deepspeed-zero2"].peaks.gradients_bytes
-    assert rows["deepspeed-zero1"].peaks.gradients_bytes == pytest.approx(4 * TINY, rel=0.001)
-    assert rows["zero2"].peaks.gathered_bytes >= 4 * TINY > 3 * rows["fsdp"].peaks.gathered_bytes
-    assert rows["deepspeed-zero3"].peaks.gathered_bytes == 4 * TINY  # a small model stays gathered
+    assert peaks["deepspeed-zero1"].gradients_bytes > peaks["deepspeed-zero2"].gradients_bytes
+    assert peaks["deepspeed-zero1"].gradients_bytes == pytest.approx(4 * TINY, rel=0.001)
+    assert peaks["zero2"].gathered_bytes >= 4 * TINY > 3 * peaks["fsdp"].gathered_bytes
+    assert peaks["deepspeed-zero3"].gathered_bytes == 4 * TINY  # a small model stays gathered
     for name in ("ddp", "zero1", "deepspeed-zero1", "deepspeed-zero2"):
-        assert rows[name].peaks.gathered_bytes == 0
+        assert peaks[name].gathered_bytes == 0
 
 
 @pytest.mark.slow
 def test_the_table_shows_the_fullest_rank_and_says_why(pair: list[dict[str, Any]]) -> None:
-    table: StateTable = pair[0]["states"]
+    table = tables_of(pair[0])[0]
     lines = str(table).splitlines()
-    assert len(lines) == 1 + len(STAGES) + len(OFFLOADED)
+    names = {*STAGES, *OFFLOADED, *OTHERS}
+    assert len(lines) == 1 + len(names)
     assert lines[1].split()[:7] == ["ddp", "2", "1.943", "1.943", "3.886", "7.771", "7.771"]
     assert "an fp32 copy of its part" in table.reasons("deepspeed-zero3", 2)
     with pytest.raises(ValueError, match="num_ranks = 3: choose one of"):
         table.reasons("ddp", 3)
-    assert (table + table).problems() == [] and set(table.ledgers(2)) == set(table.formulas(2)) == {*STAGES, *OFFLOADED}
+    assert (table + table).problems() == [] and set(table.ledgers(2)) == set(table.formulas(2)) == names
 
 
 @pytest.mark.slow
-def test_two_ranks_send_what_the_formula_and_its_differences_say(pair: list[dict[str, Any]]) -> None:
+def test_the_collectives_of_two_ranks_are_those_of_their_stages(pair: list[dict[str, Any]]) -> None:
     for of_rank in pair:
-        table: TrafficTable = of_rank["traffic"]
-        assert [row.name for row in table.rows] == [*STAGES, FREES]
-        assert table.problems() == []
+        table = tables_of(of_rank)[1]
         rows = {row.name: row for row in table.rows}
         whole = 4 * TINY
         for stage in (1, 2):
@@ -209,7 +256,7 @@ def test_two_ranks_send_what_the_formula_and_its_differences_say(pair: list[dict
 
 @pytest.mark.slow
 def test_traffic_of_another_stage_is_seen(pair: list[dict[str, Any]]) -> None:
-    rows: dict[str, TrafficRow] = {row.name: row for row in pair[0]["traffic"].rows}
+    rows: dict[str, TrafficRow] = {row.name: row for row in tables_of(pair[0])[1].rows}
 
     def taken(measured: str, asked: str) -> list[str]:
         return dataclasses.replace(rows[asked], sent_bytes=rows[measured].sent_bytes).problems()

@@ -1,7 +1,7 @@
 """What ranks do for `test_zero_tables.py`. Usage: zero_tables_worker.py FOLDER.
 
-Each rank measures the tiny model under every stage of ZeRO, and on two ranks also a model of odd sizes, the traffic and
-the two engines side by side; it writes all that to FOLDER/rank<r>.pt.
+Each rank measures state and traffic of the tiny model under every stage of ZeRO, on several ranks also of a model of
+odd sizes, and on two the engines side by side; it writes all that to FOLDER/rank<r>.pt.
 """
 
 from __future__ import annotations
@@ -14,17 +14,27 @@ import torch
 from torch import nn
 
 from vlmcourse.labs.engine_table import compare_engines
-from vlmcourse.labs.zero_stages import STAGES, measure_states, measure_traffic
+from vlmcourse.labs.zero_stages import EVERY_STAGE, FREES, STAGES, measure_stages
 from vlmcourse.monitor.ledger import Ledger, measure_ledger
 from vlmcourse.monitor.state_table import Peaks, build_row
+from vlmcourse.monitor.traffic_table import Units, sum_numbers
+from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 
 OFFLOADED = ("deepspeed-zero2+cpu", "deepspeed-zero3+cpu")
-SOME = ("zero1", "fsdp", "deepspeed-zero2", "deepspeed-zero3")
+OTHERS = tuple(name for name in EVERY_STAGE if name not in STAGES)
+"""ZeRO-0, and what accelerate starts."""
+WITHOUT_ACCELERATE = tuple(name for name in EVERY_STAGE if not name.startswith("accelerate"))
+STRATEGIES = {
+    1: (*WITHOUT_ACCELERATE, OFFLOADED[0]),
+    2: (*STAGES, FREES, *OFFLOADED, *OTHERS),
+    4: (*WITHOUT_ACCELERATE, FREES),
+}
+"""What is run, by the number of ranks; through accelerate an engine is the same one, once it has been started."""
 
 
-def measure_odd_sizes(ranks: Ranks) -> dict[int, tuple[Any, Ledger]]:
-    """Return by stage a row and the ledger after the step, of a model that no number of ranks divides."""
+def measure_odd_sizes(ranks: Ranks) -> dict[int, tuple[Any, Ledger, float]]:
+    """Return by stage a row, the ledger after the step and the bytes sent, of a model that the ranks do not divide."""
     import deepspeed
 
     found = {}
@@ -36,25 +46,31 @@ def measure_odd_sizes(ranks: Ranks) -> dict[int, tuple[Any, Ledger]]:
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
-        for _ in range(2):
-            engine.backward(engine(torch.ones(1, 7)).sum())
-            before = measure_ledger(engine, engine.optimizer)
-            engine.step()
+        for _ in range(3):  # with the second, ZeRO-3 still exchanges in which order it needs what
+            with CollectiveCounter() as counter:
+                engine.backward(engine(torch.ones(1, 7)).sum())
+                before = measure_ledger(engine, engine.optimizer)
+                engine.step()
         after = measure_ledger(engine, engine.optimizer)
         row = build_row((before, Peaks(0, 0)), shapes, f"deepspeed-zero{stage}", ranks.world_size, ranks.rank, 40)
-        found[stage] = row, after
+        found[stage] = row, after, counter.sent_bytes - sum_numbers(counter.calls, Units([], shapes))
         engine.destroy()
     return found
 
 
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=100)
-    is_pair = ranks.world_size == 2
-    found: dict[str, Any] = {"states": measure_states((*STAGES, *OFFLOADED) if is_pair else SOME, ranks)}
+    is_pair, names = ranks.world_size == 2, STRATEGIES[ranks.world_size]
+    found: dict[str, Any] = {}
     if is_pair:
-        found["odd"] = measure_odd_sizes(ranks)
-        found["traffic"] = measure_traffic(ranks=ranks)
+        states, traffic = measure_stages(names[: -len(OTHERS)], ranks)
+        more_states, more_traffic = measure_stages(OTHERS, ranks, with_peaks=False)
+        found["tables"] = states + more_states, traffic + more_traffic
         found["engines"] = compare_engines(num_rounds=3, ranks=ranks)
+    else:
+        found["tables"] = measure_stages(names, ranks, with_peaks=False)
+    if ranks.world_size > 1:
+        found["odd"] = measure_odd_sizes(ranks)
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()
 

@@ -223,7 +223,10 @@ class Cluster:
     host_memory_bytes: int
     """Main memory of one node, what an offloaded optimizer lives in."""
     host_memory_bytes_per_s: float = 0.0
-    """Of that memory, read and written together; 0 where it is not known. Sockets x channels x 8 bytes x transfers."""
+    """Of that memory, read and written together; 0 where it is not known. Sockets x channels x 8 bytes x transfers.
+
+    Datasheets of machines name the processor, and few the speed of its memory: except for DGX-1 (DDR4-2133), it is
+    taken as the fastest that the processor's maker allows, which gives the most that there can be."""
     network_bytes_per_s: float = 0.0
     """Between nodes, one direction, for each device; 0 where there is one node."""
     source: str = ""

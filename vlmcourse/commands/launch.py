@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vlmcourse.commands.launch_request import count_nodes, find_folder_problems, find_problems, list_hosts
 from vlmcourse.commands.pytorchjob import PodRequest, check_pods, write_pytorchjob
-from vlmcourse.commands.start import check_activations, check_room, choose_degrees
+from vlmcourse.commands.start import check_activations, check_deepspeed_settings, check_room, choose_degrees
 from vlmcourse.commands.train import add_config_arguments, parse_overrides
 from vlmcourse.config import TrainConfig, load_config
 from vlmcourse.notebook.torchrun_command import (
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ValueError: naming everything about the request that cannot be used, or the file that is there already.
-        FileNotFoundError: if there is no such TOML file, or no folder to write to.
+        FileNotFoundError: if there is no such TOML file or ds_config.json, or no folder to write to.
     """
     config = load_config(args.config, parse_overrides(args.overrides))
     launch = build_launch(args, config)
@@ -136,6 +136,7 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
 
     Raises:
         ValueError: naming everything that cannot be used.
+        FileNotFoundError: if there is no such ds_config.json.
     """
     problems = find_problems(args)
     name = args.name or config.run.name
@@ -145,19 +146,22 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
         problems.append(f"--name {name!r}: must be printable text")
     if problems:
         raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
-    settled, choice = choose_degrees(config, count_nodes(args) * args.nproc_per_node)
+    world_size = count_nodes(args) * args.nproc_per_node
+    settled, choice = choose_degrees(config, world_size)
+    check_deepspeed_settings(config, world_size)
     check_room(config)
     check_activations(config)
-    return replace(_write_target(args, name), strategy=settled.strategy, choice=choice)
+    return replace(_write_target(args, name, config), strategy=settled.strategy, choice=choice)
 
 
-def _write_target(args: argparse.Namespace, name: str) -> Launch:
+def _write_target(args: argparse.Namespace, name: str, config: TrainConfig) -> Launch:
     """Write the text of a request that has been checked."""
     nodes = count_nodes(args)
     if args.target == "k8s":
-        toml = Path(args.config).read_text(encoding="utf-8-sig")
-        pods = _read_pods(args, name)
-        return Launch(write_pytorchjob(pods, toml, tuple(train_flags(args))), submit="kubectl apply -f")
+        toml, path = Path(args.config).read_text(encoding="utf-8-sig"), config.parallel.deepspeed_config
+        settings = Path(path).read_text(encoding="utf-8-sig") if path else ""
+        text = write_pytorchjob(_read_pods(args, name), toml, tuple(train_flags(args)), settings)
+        return Launch(text, submit="kubectl apply -f")
     job = TorchrunJob(
         command=(*TRAIN, args.config, *train_flags(args)), nproc=args.nproc_per_node, nnodes=(nodes, nodes)
     )

@@ -1,8 +1,8 @@
 """A training run as a Kubernetes PyTorchJob: one pod a machine, each with one `torchrun`.
 
-Enters: names, numbers and the text of the TOML file. Leaves: YAML of two objects: a ConfigMap with that text, and a
-`kubeflow.org/v1` PyTorchJob, whose operator tells every pod where the first is (MASTER_ADDR, MASTER_PORT) and which it
-is itself (RANK, counted over pods here).
+Enters: names, numbers and the text of the TOML file, and of the ds_config.json that it names. Leaves: YAML of two
+objects: a ConfigMap with these texts, and a `kubeflow.org/v1` PyTorchJob, whose operator tells every pod where the
+first is (MASTER_ADDR, MASTER_PORT) and which it is itself (RANK, counted over pods here).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import yaml
 
 CONFIG_FOLDER = "/etc/vlmcourse"
 CONFIG_NAME = "config.toml"
+DEEPSPEED_NAME = "ds_config.json"
 RUNS_FOLDER = "/runs"
 SHARED_MEMORY = "/dev/shm"
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -85,20 +86,23 @@ def suggest_name(name: str, longest: int) -> str:
     return label[:longest].strip("-")
 
 
-def write_pytorchjob(pods: PodRequest, toml: str, train_flags: tuple[str, ...]) -> str:
+def write_pytorchjob(pods: PodRequest, toml: str, train_flags: tuple[str, ...], deepspeed_json: str = "") -> str:
     """Return the YAML.
 
     Args:
         pods: checked.
         toml: text of the configuration.
         train_flags: for `vlmcourse train`, after the file.
+        deepspeed_json: text of the ds_config.json that the configuration names; pods read this one instead.
     """
     names = {"namespace": pods.namespace}
+    if deepspeed_json:
+        train_flags = (*train_flags, "--set", f"parallel.deepspeed_config={CONFIG_FOLDER}/{DEEPSPEED_NAME}")
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{pods.name}-config", **names},
-        "data": {CONFIG_NAME: toml},
+        "data": {CONFIG_NAME: toml} | ({DEEPSPEED_NAME: deepspeed_json} if deepspeed_json else {}),
     }
     replicas = {"Master": _describe_replicas(pods, 1, train_flags)}
     if pods.nodes > 1:

@@ -1,5 +1,5 @@
 """What can be refused before any rank starts, without torch: ranks, degrees, samples that no sequence has
-room for, and policies that would do nothing.
+room for, DeepSpeed's own settings, and policies that would do nothing.
 
 Enters: a checked `TrainConfig`, a number of ranks, the environment of this process. Leaves: what was chosen with its
 reason, or one error that says what to change. Files that are missing are found in `config_files.py`.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vlmcourse.config import TrainConfig, check_batch
+from vlmcourse.deepspeed_config import Run, check_deepspeed_file
 from vlmcourse.layout import ParallelConfig, find_layout
 from vlmcourse.planner.degrees import settle
 from vlmcourse.planner.hf_config import read_hf_shape
@@ -121,6 +122,17 @@ def check_room(config: TrainConfig) -> None:
             f"them; raise it above {needed} by the length of your text"
         )
         raise ConfigError("The training configuration", [problem])
+
+
+def check_deepspeed_settings(config: TrainConfig, world_size: int) -> None:
+    """Refuse a run whose `parallel.deepspeed_config` no engine could be started with, or that says another run.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ConfigError: listing everything in it that is wrong or does not fit the run.
+    """
+    shape = find_shape(config)
+    check_deepspeed_file(Run(config, world_size, shape.language.hidden_size if shape is not None else None))
 
 
 def check_activations(config: TrainConfig) -> None:

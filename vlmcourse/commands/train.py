@@ -19,10 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.commands.gpu_order import order_gpus
-from vlmcourse.commands.start import check_activations, check_degrees, check_rank_environment, check_room, find_shape
+from vlmcourse.commands.start import (
+    check_activations,
+    check_deepspeed_settings,
+    check_degrees,
+    check_rank_environment,
+    check_room,
+    find_shape,
+)
 from vlmcourse.config import ConfigError, TrainConfig, load_config
 from vlmcourse.config_files import check_files
-from vlmcourse.deepspeed_config import Run, check_deepspeed_file
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.folding import FoldingPrinter
 from vlmcourse.notebook.launcher import check_rank_count, run_ranks
@@ -146,8 +152,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
     With --verbose, also say which rank will hold what.
     """
     check_files(config)
-    shape = find_shape(config)
-    check_deepspeed_file(Run(config, world_size, shape.language.hidden_size if shape is not None else None))
+    check_deepspeed_settings(config, world_size)
     check_room(config)
     check_activations(config)
     check_run_folder(config, is_resumed=args.resume is not None)
@@ -157,7 +162,7 @@ def _check_start(args: argparse.Namespace, config: TrainConfig, world_size: int)
         check_steps_left(config, meta["step"])
     elif kept_as := aside(folder):
         print(f"the earlier run in {folder} will be kept as {kept_as}", flush=True)
-    if args.verbose and shape is not None:
+    if args.verbose and (shape := find_shape(config)) is not None:
         print(share_table(check_degrees(config, world_size), world_size, shape), flush=True)
 
 

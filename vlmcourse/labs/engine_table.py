@@ -26,7 +26,7 @@ from vlmcourse.labs.zero_stages import close, open_trainer, tiny_config
 from vlmcourse.layout import DEEPSPEED, align
 from vlmcourse.machine import describe_machine
 from vlmcourse.models.vlm import build_model
-from vlmcourse.monitor.state_table import MB, watch_state
+from vlmcourse.monitor.state_table import MB, watch_peaks, watch_state
 from vlmcourse.monitor.step_cost import measure_step_costs
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.counting import CollectiveCounter
@@ -137,7 +137,7 @@ def _collect_facts(trainers: dict[str, Trainer], ranks: Ranks) -> dict[str, dict
 
 
 def _facts_of(trainer: Trainer, ranks: Ranks) -> dict[str, str]:
-    ledger, peaks = watch_state(trainer)
+    ledger, peaks = watch_state(trainer), watch_peaks(trainer)
     seen = _look_inside(trainer)
     with CollectiveCounter() as counter:
         trainer.train_step()

@@ -1,6 +1,8 @@
 """The same tiny model under every stage of ZeRO, measured on the ranks at hand, for chapter 5.
 
-Enters: names of strategies. Leaves: tables of state and of traffic, each next to its formula.
+Enters: names of strategies. Leaves: tables of state and of traffic, each next to its formula. On one rank the stages of
+torch are not run, since they would be 'single', and the tables say so; DeepSpeed's engines run there and do not hold
+what 'single' holds.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 from vlmcourse.config import TrainConfig, parse_config
+from vlmcourse.labs.lone_engine import LoneEngine
+from vlmcourse.layout import DEEPSPEED
 from vlmcourse.models.vlm import build_model
-from vlmcourse.monitor.state_table import OFFLOADED, StateRow, StateTable, build_row, watch_state
-from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, watch_traffic
+from vlmcourse.monitor.state_table import OFFLOADED, NotRun, StateRow, StateTable, build_row, watch_peaks, watch_state
+from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, estimate_fp32_traffic, watch_traffic
+from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.engines import build_deepspeed_settings
 from vlmcourse.parallel.fsdp import find_units
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.parallel.sync import is_engine
-from vlmcourse.planner.state_layout import Groups
+from vlmcourse.planner.state_layout import ZERO_STAGES, Groups, estimate_fp32_state
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.train.optimizer import build_optimizer
 from vlmcourse.train.trainer import Trainer
@@ -31,6 +37,8 @@ from vlmcourse.train.trainer import Trainer
 FREES = "deepspeed-zero3, frees weights after use"
 """ZeRO-3 with settings under which a small model too is gathered twice."""
 STAGES = ("ddp", "zero1", "zero2", "fsdp", "deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
+EVERY_STAGE = tuple(name for name in ZERO_STAGES if name != "single")
+"""These, ZeRO-0, and what accelerate starts."""
 
 
 def tiny_config(strategy: str, deepspeed_config: str = "") -> TrainConfig:
@@ -69,35 +77,14 @@ def _own_params(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters(recurse=False))
 
 
-def measure_states(strategies: Sequence[str] = STAGES, ranks: Ranks | None = None) -> StateTable:
-    """Train the tiny model for three steps under each strategy and measure every rank's state; all ranks call this.
-
-    Args:
-        strategies: keys of `planner.state_layout.ZERO_STAGES`, or "deepspeed-zero2+cpu", "deepspeed-zero3+cpu" and
-            the like with the optimizer's state in main memory. On one rank there is nothing to share, and every
-            strategy but single is refused: a table of 'single' is returned.
-        ranks: this process's place; by default what `init_ranks` finds.
-
-    Returns:
-        Rows of all ranks, on every rank.
-    Communicates: what the runs do, and an all-gather of the rows.
-    """
-    ranks = ranks or init_ranks(timeout_s=120)
-    rows: list[StateRow] = []
-    for strategy in strategies if ranks.world_size > 1 else ("single",):
-        config = tiny_config(strategy)
-        with open_trainer(config, ranks) as trainer:
-            groups, largest_layer = find_groups(config, trainer.shape)
-            measured = watch_state(trainer)
-        rows.append(build_row(measured, groups, strategy, ranks.world_size, ranks.rank, largest_layer))
-    if ranks.world_size == 1:
-        return StateTable(tuple(rows))
-    everyone: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyone, rows)
-    return StateTable(tuple(row for of_strategy in zip(*everyone, strict=True) for row in of_strategy))
-
-
-# --- Traffic --------------------------------------------------------------------------------------------------------
+def find_unit_shapes(shape: VLMShape) -> Units:
+    """Return what FSDP2, and what DeepSpeed, gathers together in a model of this shape."""
+    plain = build_model(shape, device="meta", seed=0)
+    others = find_units(plain)
+    taken = {id(p) for unit in others for p in unit.parameters()}
+    root = [tuple(p.shape) for p in plain.parameters() if id(p) not in taken]
+    groups = find_groups(tiny_config("ddp"), shape)[0]
+    return Units(root, [[tuple(p.shape) for p in unit.parameters()] for unit in others], groups)
 
 
 @contextmanager
@@ -112,37 +99,109 @@ def write_freeing_settings() -> Iterator[str]:
         yield str(path)
 
 
-def find_unit_shapes(shape: VLMShape) -> Units:
-    """Return what FSDP2 gathers together in a model of this shape."""
-    plain = build_model(shape, device="meta", seed=0)
-    others = find_units(plain)
-    taken = {id(p) for unit in others for p in unit.parameters()}
-    root = [tuple(p.shape) for p in plain.parameters() if id(p) not in taken]
-    return Units(root, [[tuple(p.shape) for p in unit.parameters()] for unit in others])
+# --- Measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure_traffic(strategies: Sequence[str] = (*STAGES, FREES), ranks: Ranks | None = None) -> TrafficTable:
-    """Count what each strategy sends in a step of the tiny model, and at its start; all ranks must call this.
+def measure_stages(
+    strategies: Sequence[str] = (*STAGES, FREES), ranks: Ranks | None = None, *, with_peaks: bool = True
+) -> tuple[StateTable, TrafficTable]:
+    """Train the tiny model for some steps under each strategy and measure its state and traffic; all ranks call this.
 
     Args:
-        strategies: keys of `planner.state_layout.ZERO_STAGES`, or `FREES`.
-        ranks: this process's place, one of 2 or more; by default what `init_ranks` finds.
+        strategies: keys of `planner.state_layout.ZERO_STAGES`; `FREES`, for its traffic alone; "deepspeed-zero2+cpu",
+            "deepspeed-zero3+cpu" and the like with the optimizer's state in main memory, for their state alone. On one
+            rank 'single' comes first by itself; a strategy that would be the same there is not run, and the tables say
+            why.
+        ranks: this process's place; by default what `init_ranks` finds.
+        with_peaks: whether to see what is held for a while in a step too, in a step that takes as long as ten.
 
     Returns:
-        A row a strategy, as this rank saw it: under all of these every rank makes the same calls.
+        State of all ranks, on every rank; traffic as this rank saw it: under all of these every rank makes the same
+        calls.
+
+    Raises:
+        ValueError: if 'single' is asked for on several ranks, or the formula does not know a strategy.
+    Communicates: what the runs do, and an all-gather of the rows.
     """
     ranks = ranks or init_ranks(timeout_s=120)
     units = find_unit_shapes(get_model(tiny_config("ddp").model.preset))
-    rows: list[TrafficRow] = []
-    for name in strategies:
-        frees, strategy = name == FREES, name.partition(",")[0]
-        with write_freeing_settings() if frees else nullcontext("") as path:
-            config = tiny_config(strategy, path)
+    states: list[StateRow] = []
+    traffic: list[TrafficRow] = []
+    skipped: list[NotRun] = []
+    names = strategies if ranks.world_size > 1 else ("single", *(name for name in strategies if name != "single"))
+    for name in names:
+        if reason := _say_why_not(name, ranks):
+            skipped.append(NotRun(name, ranks.world_size, 0.0, reason))
+            continue
+        held, sent = _measure_stage(name, units, ranks, with_peaks=with_peaks)
+        states += [held] if name != FREES else []
+        traffic += [sent] if not name.endswith(OFFLOADED) else []
+    return _gather_states(states, skipped, units, ranks), _table_traffic(traffic, skipped, units)
 
-            def start(config: TrainConfig = config) -> Trainer:
-                return Trainer(config, ranks, show_progress=False)
 
-            trainer, row = watch_traffic(start, units, strategy, ranks.world_size, name=name, frees=frees)
+def measure_states(strategies: Sequence[str] = STAGES, ranks: Ranks | None = None) -> StateTable:
+    """Measure every rank's state under each strategy, next to the formula; arguments and errors of `measure_stages`."""
+    return measure_stages(strategies, ranks)[0]
+
+
+def measure_traffic(strategies: Sequence[str] = (*STAGES, FREES), ranks: Ranks | None = None) -> TrafficTable:
+    """Count what each strategy sends in a step, and at its start; arguments and errors of `measure_stages`."""
+    return measure_stages(strategies, ranks, with_peaks=False)[1]
+
+
+def _say_why_not(name: str, ranks: Ranks) -> str:
+    """Say why nobody starts a strategy on one rank; empty if it is run."""
+    if ranks.world_size > 1 or name == "single":
+        return ""
+    if _strategy_of(name) not in DEEPSPEED:
+        return "not run: with one rank there is nothing to share, and it would be 'single'"
+    if ranks.backend == "none":
+        return "not run: an engine needs a process group, of one rank too: start it with %%torchrun -n 1"
+    return ""
+
+
+def _strategy_of(name: str) -> str:
+    """Return what the configuration calls it."""
+    return name.partition(",")[0].removesuffix(OFFLOADED)
+
+
+def _measure_stage(name: str, units: Units, ranks: Ranks, *, with_peaks: bool) -> tuple[StateRow, TrafficRow]:
+    """Start one strategy, measure this rank, and let it go."""
+    strategy, frees, num_ranks = _strategy_of(name), name == FREES, ranks.world_size
+    with write_freeing_settings() if frees else nullcontext("") as path:
+        config = tiny_config(name.partition(",")[0], path)
+        with CollectiveCounter() as at_start:
+            is_lone = num_ranks == 1 and strategy in DEEPSPEED
+            trainer = LoneEngine(config, ranks) if is_lone else Trainer(config, ranks, show_progress=False)
+        try:
+            groups, largest_layer = find_groups(config, trainer.shape)
+            measured = watch_state(trainer), watch_peaks(trainer) if with_peaks else None
+            sent = watch_traffic(trainer, at_start.counts, units, strategy, num_ranks, name=name, frees=frees)
+        finally:
             close(trainer)
-        rows.append(row)
-    return TrafficTable(tuple(rows))
+    held_as = strategy if frees else name
+    return build_row(measured, groups, held_as, num_ranks, ranks.rank, largest_layer), sent
+
+
+def _gather_states(rows: list[StateRow], skipped: list[NotRun], units: Units, ranks: Ranks) -> StateTable:
+    """Put the rows of all ranks together, those of one strategy next to each other."""
+    formulas = [
+        replace(row, formula_bytes=estimate_fp32_state(units.groups, _strategy_of(row.strategy), row.num_ranks).total)
+        for row in skipped
+        if row.strategy != FREES
+    ]
+    if ranks.world_size == 1:
+        return StateTable(tuple(rows), tuple(formulas))
+    everyone: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyone, rows)
+    by_strategy = zip(*everyone, strict=True)
+    return StateTable(tuple(row for of_strategy in by_strategy for row in of_strategy), tuple(formulas))
+
+
+def _table_traffic(rows: list[TrafficRow], skipped: list[NotRun], units: Units) -> TrafficTable:
+    formulas = [
+        replace(row, formula_bytes=estimate_fp32_traffic(units, _strategy_of(row.strategy), row.num_ranks).total)
+        for row in skipped
+        if not row.strategy.endswith(OFFLOADED)
+    ]
+    return TrafficTable(tuple(rows), tuple(formulas))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,7 +63,8 @@ class StateRow:
     num_ranks: int
     rank: int
     measured: Ledger
-    peaks: Peaks
+    peaks: Peaks | None
+    """None where no step was watched for them."""
     formula: StateBytes
     """16 bytes a parameter in fp32, split as the stage says."""
     differences: tuple[Difference, ...]
@@ -101,13 +102,25 @@ class StateRow:
 
 
 @dataclass(frozen=True)
+class NotRun:
+    """A strategy that nobody starts on this number of ranks."""
+
+    strategy: str
+    num_ranks: int
+    formula_bytes: float
+    """What the formula says all the same."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class StateTable:
     """Rows of one or several runs."""
 
     rows: tuple[StateRow, ...]
+    not_run: tuple[NotRun, ...] = ()
 
     def __add__(self, other: StateTable) -> StateTable:
-        return StateTable(self.rows + other.rows)
+        return StateTable(self.rows + other.rows, self.not_run + other.not_run)
 
     def problems(self, tolerance: float = TOLERANCE) -> list[str]:
         """Return what no row explains; empty if measured and expected agree everywhere."""
@@ -151,10 +164,10 @@ class StateTable:
         for row in self.fullest():
             sizes = [*(getattr(row.measured, f"{owner}_bytes") for owner in OWNERS), row.measured.total_bytes]
             sizes += [row.formula.total, row.expected.total, row.deepspeed_bytes, row.measured.buffers_bytes]
-            sizes += [row.peaks.gradients_bytes, row.peaks.gathered_bytes]
+            sizes += [row.peaks.gradients_bytes, row.peaks.gathered_bytes] if row.peaks is not None else [None, None]
             words = ["-" if size is None else f"{size / MB:,.3f}" for size in sizes]
             rows.append([row.strategy, str(row.num_ranks), *words])
-        return align(rows)
+        return align_with_reasons(rows, self.not_run, header.index("formula"))
 
     def reasons(self, strategy: str, num_ranks: int) -> str:
         """Say why the fullest rank of a strategy does not hold what the formula says, a line each.
@@ -171,11 +184,27 @@ class StateTable:
         return align(rows)
 
 
-def watch_state(trainer: Updates) -> tuple[Ledger, Peaks]:
-    """Make three steps and return this rank's state between backward and update of the second; all ranks call this.
+def align_with_reasons(rows: list[list[str]], not_run: Sequence[NotRun], formula_column: int) -> str:
+    """Return a table with a line for each strategy that was not run: what the formula says in MB, and the reason.
 
-    The third runs under a `StepLedger`, which sees what is held within a step.
+    Args:
+        rows: of the others, strategy and ranks first; the first row is a header.
+        not_run: what the table would lack.
+        formula_column: where the formula stands.
     """
+    width, rows = len(rows[0]), [*rows]
+    for row in not_run:
+        words = [row.strategy, str(row.num_ranks), *["-"] * (width - 2)]
+        words[formula_column] = f"{row.formula_bytes / MB:,.3f}"
+        rows.append(words)
+    lines = align(rows).splitlines()
+    first = len(lines) - len(not_run)
+    told = [f"{line}  {row.reason}" for line, row in zip(lines[first:], not_run, strict=True)]
+    return "\n".join([*lines[:first], *told])
+
+
+def watch_state(trainer: Updates) -> Ledger:
+    """Make two steps and return this rank's state between backward and update of the second; all ranks call this."""
     found: list[Ledger] = []
 
     def look(_: Any) -> None:
@@ -185,20 +214,28 @@ def watch_state(trainer: Updates) -> tuple[Ledger, Peaks]:
     trainer.before_update.append(look)
     trainer.train_step()
     trainer.before_update.remove(look)
+    return found[0]
+
+
+def watch_peaks(trainer: Updates) -> Peaks:
+    """Make a step and return what this rank held for a while in it; all ranks call this.
+
+    The ledger looks after every operation: the step takes as long as ten.
+    """
     with StepLedger(trainer.model, trainer.optimizer) as course:
         trainer.train_step()
     sizes: list[Mapping[str, int]] = [sample.by_owner() for sample in course.samples]
     most = [max(of.get(owner, 0) for of in sizes) for owner in ("gradients", "gathered")]
-    return found[0], Peaks(*most)
+    return Peaks(*most)
 
 
 def build_row(
-    measured: tuple[Ledger, Peaks], groups: Groups, strategy: str, num_ranks: int, rank: int, largest_layer: int
+    measured: tuple[Ledger, Peaks | None], groups: Groups, strategy: str, num_ranks: int, rank: int, largest_layer: int
 ) -> StateRow:
-    """Put what `watch_state` measured next to what was to be expected.
+    """Put what was measured next to what was to be expected.
 
     Args:
-        measured: of this rank.
+        measured: of this rank, by `watch_state` and, or None, `watch_peaks`.
         groups: shapes of all trained parameters, by optimizer group.
         strategy: that the run was asked for, with `OFFLOADED` at its end where the optimizer's state is offloaded.
         num_ranks: of the run.

@@ -3,6 +3,23 @@
 Memory is the datasheet's gigabytes taken as 10^9 bytes. Drivers report a few per cent more on A100 and H100 and up to
 one per cent less on small cards, so a plan that needs the last per cent should be measured. FLOP/s are the **dense**
 peaks: vendors print twice as much for sparse matrices, which training does not have.
+
+Links are one direction. Datasheets print NVLink and PCIe both ways together (600 and 64 GB/s for an A100), so half of
+that is taken. PCIe's is moreover rounded up from 15.75, 31.5 and 63.0 GB/s, what 16 lanes of generation 3, 4 and 5
+carry each way after their encoding; packets and drivers take more, so a copy reaches less than what stands here.
+
+Checked against (vendors' own documents where their text could be read; for the others, who quotes them):
+
+- T4: NVIDIA T4 product brief, PCIe 3.0 x16, up to 320 GB/s (the shorter datasheet prints 300).
+- V100: Dell EMC Ready Solutions for AI v1.0, table of V100-SXM2: 900 GB/s, NVLink 150 GB/s and PCIe 16 GB/s one way.
+- A100: glennklockwood.com/garden/processors/A100, after NVIDIA's datasheet 1758950-r4 and the Ampere white paper:
+  1,555 and 2,039 GB/s, NVLink 300 and PCIe 4.0 32 GB/s each way.
+- H100: glennklockwood.com/garden/processors/h100, after NVIDIA's Hopper white paper: 3.35 TB/s, NVLink 900 and PCIe 5.0
+  128 GB/s both ways.
+- H200: NVIDIA's system description in MLCommons inference v4.1 (H200-SXM-141GBx8): 18 links, 900 GB/s, PCIe 5.0 x16,
+  504 GB/s one way for 8 devices, 63 each. Its 4.8 TB/s: wikis that quote the datasheet.
+- L4: www.nvidia.com/en-us/data-center/l4 as quoted in github.com/efeslab/fiddler/issues/7: PCIe 4.0 x16, 64 GB/s. Its
+  300 GB/s: resellers' tables.
 """
 
 from __future__ import annotations
@@ -28,7 +45,7 @@ class DeviceSpec:
     link_bytes_per_s: float
     """To the other devices of its node, one direction; for a card without NVLink, its PCIe slot."""
     host_link_bytes_per_s: float
-    """To its node's main memory, one direction: half of what the datasheet gives for PCIe both ways."""
+    """To its node's main memory, one direction."""
     source: str
 
     def peak_flop_per_s(self, dtype: str) -> float:
@@ -71,10 +88,20 @@ def _spec(
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        _spec("t4-16", 16, 320, 16, 16, "NVIDIA T4 datasheet", fp32=8.1, fp16=65),
+        _spec("t4-16", 16, 320, 16, 16, "NVIDIA T4 product brief", fp32=8.1, fp16=65),
         _spec("v100-32", 32, 900, 150, 16, "NVIDIA V100 SXM2 datasheet", fp32=15.7, fp16=125),
         _spec(
-            "l4-24", 24, 300, 32, 32, "NVIDIA L4 datasheet, halved from sparse", fp32=30.3, fp16=121, bf16=121, fp8=242
+            "l4-24",
+            24,
+            300,
+            32,
+            32,
+            "NVIDIA L4 datasheet, halved from sparse",
+            fp32=30.3,
+            tf32=60,
+            fp16=121,
+            bf16=121,
+            fp8=242.5,
         ),
         _spec("a100-40", 40, 1555, 300, 32, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),
         _spec("a100-80", 80, 2039, 300, 32, "NVIDIA A100 SXM datasheet", fp32=19.5, tf32=156, fp16=312, bf16=312),

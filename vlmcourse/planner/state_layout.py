@@ -137,7 +137,7 @@ def _of_deepspeed_1_and_2(
     whole = part = reduced = 0
     for group in groups:
         sizes = [math.prod(shape) for shape in group]
-        filled = -(-sum(sizes) // (ALIGNMENT * num_ranks)) * ALIGNMENT * num_ranks
+        filled = sum(sizes) + fill_group(group, num_ranks)
         whole, part = whole + filled, part + filled // num_ranks
         reduced += _kept_gradients(sizes, filled // num_ranks, rank)
     filling = "each group is filled up to a multiple of 2 x the ranks"
@@ -155,6 +155,11 @@ def _of_deepspeed_1_and_2(
     yield Difference("optimizer", FP32_BYTES * part, "an fp32 copy of its part of the weights, although these are fp32")
     yield Difference("optimizer", MOMENTS * FP32_BYTES * (part - shard), filling)
     yield _counters(len(groups), "a group")
+
+
+def fill_group(group: Sequence[Shape], num_ranks: int) -> int:
+    """Return the elements that DeepSpeed's stages 1 and 2 add to an optimizer group, so that its parts are equal."""
+    return -sum(map(math.prod, group)) % (ALIGNMENT * num_ranks)
 
 
 def _kept_gradients(sizes: Sequence[int], part: int, rank: int) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from vlmcourse.monitor.ledger import Ledger
 from vlmcourse.monitor.state_table import StateTable
 from vlmcourse.planner import StateBytes
 from vlmcourse.plots.style import COLOURS, GB, MB, OWNERS, add_owner_legend, new_figure, stack_bars
+
+LABEL_ROOM = 1.3
+"""Of a label's width: what its part of a bar must offer, so that neighbours do not touch."""
 
 
 def plot_state(states: Mapping[str, StateBytes], device_bytes: Mapping[str, int], title: str) -> Figure:
@@ -25,6 +29,7 @@ def plot_state(states: Mapping[str, StateBytes], device_bytes: Mapping[str, int]
         A figure of horizontal bars in GB.
     """
     figure, axes = new_figure(1.5 + 0.5 * len(states))
+    labels: list[tuple[Text, float]] = []
     for name, size in device_bytes.items():
         axes.axvline(size / GB, color="black", ls="--", lw=1, zorder=0)
         axes.text(size / GB, -0.62, name, ha="center", va="bottom", fontsize=9)
@@ -34,7 +39,8 @@ def plot_state(states: Mapping[str, StateBytes], device_bytes: Mapping[str, int]
         start = 0.0
         for owner, size in sizes.items():
             ink = "white" if owner == "weights" else "black"
-            axes.text(start + size / 2, row, f"{size:.0f}", ha="center", va="center", color=ink, weight="bold")
+            label = axes.text(start + size / 2, row, f"{size:.0f}", ha="center", va="center", color=ink, weight="bold")
+            labels.append((label, size))
             start += size
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.text(1.01 * end, row, f"{end:.0f} GB", va="center", weight="bold", bbox=box)
@@ -49,7 +55,24 @@ def plot_state(states: Mapping[str, StateBytes], device_bytes: Mapping[str, int]
     axes.set_title(title, pad=16)
     axes.spines[["top", "right"]].set_visible(False)
     add_owner_legend(axes, OWNERS, loc="upper right")
+    _drop_labels_that_do_not_fit(figure, labels)
     return figure
+
+
+def _drop_labels_that_do_not_fit(figure: Figure, labels: Sequence[tuple[Text, float]]) -> None:
+    """Remove each label that is wider than its part of a horizontal bar, with a little room at both sides.
+
+    Args:
+        figure: complete, so that its layout is known.
+        labels: each with the length of its part, in the unit of the axis.
+    """
+    figure.draw_without_rendering()
+    for label, length in labels:
+        axes = label.axes
+        assert axes is not None
+        ends = axes.transData.transform([(0, 0), (length, 0)])
+        if LABEL_ROOM * label.get_window_extent().width > ends[1][0] - ends[0][0]:
+            label.remove()
 
 
 def plot_ledgers(measured: Mapping[str, Sequence[Ledger]], estimated: Mapping[str, StateBytes]) -> Figure:

@@ -398,8 +398,10 @@ def test_counts_that_json_has_as_8_point_0_are_whole_numbers() -> None:
 
 def test_a_scheduler_that_is_all_auto_is_left_to_the_run() -> None:
     params = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    written = {**zero(), "scheduler": {"type": "WarmupDecayLR", "params": params}}
-    assert "scheduler" not in resolve_deepspeed(written, make_run())
+    moved = {"device": "cpu", "pin_memory": True}  # the documentation's own example has both
+    written = {**zero(offload_optimizer=moved), "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    resolved = resolve_deepspeed(written, make_run())
+    assert "scheduler" not in resolved and resolved["zero_optimization"]["offload_optimizer"] == moved
     rows = explain_deepspeed(written, make_run(optimizer={"warmup_steps": 0}))
     assert {row.name: row.value for row in rows}["scheduler.params.warmup_num_steps"] == 1  # as transformers has it
 

@@ -8,7 +8,7 @@ Chapter 5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ipywidgets as widgets
@@ -150,15 +150,15 @@ def calculate(
         return Calculation(title=title, memory=None, problems=tuple(_sentences(str(error))))
     if problems:
         return Calculation(title=title, memory=None, problems=tuple(problems))
-    machine = next((machine_of(cluster) for cluster in CLUSTERS.values() if cluster.device == device), None)
-    return Calculation(
-        title=title,
-        memory=memory,
-        device=device,
-        limit_bytes=spec.memory_bytes,
-        node_ranks=min(ranks, DEVICES_A_NODE) if machine is None else ranks_per_node(plan, machine),
-        node_limit_bytes=None if machine is None else machine.host_bytes,
-    )
+    return _place(Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes), plan)
+
+
+def _place(result: Calculation, plan: Plan) -> Calculation:
+    """Return a calculation with the main memory that its ranks share, by the first machine known with the device."""
+    machine = next((machine_of(cluster) for cluster in CLUSTERS.values() if cluster.device == result.device), None)
+    if machine is None:
+        return replace(result, node_ranks=min(plan.num_ranks, DEVICES_A_NODE))
+    return replace(result, node_ranks=ranks_per_node(plan, machine), node_limit_bytes=machine.host_bytes)
 
 
 def _plan_problems(plan: Plan, shape: VLMShape, device: str, workload: Workload, offload: str) -> list[str]:

@@ -16,7 +16,7 @@ CHAPTER_OF = {
     "lab01_2": "ch01b_model_parallelism",
     "ex04_3": "ch03_precision",
     "lab04_1": "ch04_checkpointing",
-    "ex04_4": "ch05_zero_offload",
+    "ex04_4": "ch05b_memory_engines",
     "lab05_1": "ch05_zero_offload",
 }
 

@@ -20,7 +20,8 @@ POINTS = {
     "ch02_accumulation": (16, 2),
     "ch03_precision": (16, 5),
     "ch04_checkpointing": (12, 0),
-    "ch05_zero_offload": (25, 3),
+    "ch05_zero_offload": (10, 0),
+    "ch05b_memory_engines": (15, 3),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
 

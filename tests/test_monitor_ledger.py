@@ -20,6 +20,7 @@ from vlmcourse.models.vit import VisionBlock
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.monitor.activations import ActivationMeter
 from vlmcourse.monitor.ledger import StepLedger, measure_ledger
+from vlmcourse.monitor.storages import OTHER, StorageBook
 from vlmcourse.planner.layer_activations import (
     count_language_layer_bytes,
     count_vision_layer_bytes,
@@ -262,3 +263,16 @@ def test_layer_of_the_paper_keeps_what_its_formula_says(writes_scores: bool) -> 
     assert meter.live_bytes - statistics == korthikanti_layer_bytes(s, b, h, a, keeps_scores=writes_scores)
     assert korthikanti_layer_bytes(2048, 1, 6144, 48, keeps_scores=True) == 2048 * 6144 * 34 + 5 * 48 * 2048**2
     del kept
+
+
+def test_a_storage_may_go_while_the_sizes_of_others_are_read() -> None:
+    book = StorageBook("cpu", lambda _: None)
+    kept, going = torch.empty(4), [torch.empty(2)]
+    for tensor in (kept, *going):
+        book.enter(tensor, OTHER)
+    del tensor
+    book.on_change = lambda _, entry: going.clear() if entry.size_bytes == 32 else None
+    kept.untyped_storage().resize_(32)
+    with book:
+        torch.empty(0)
+    assert book.live_bytes[OTHER] == 32

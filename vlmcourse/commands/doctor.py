@@ -86,11 +86,18 @@ CHAPTERS = {
         on_gpu="the same cells on NCCL; offloading goes over the bus to pinned memory",
     ),
     "ch05_zero_offload": Chapter(
-        title="Whose bytes, and where: ZeRO, offload, fragmentation",
-        minutes=75,
+        title="Whose bytes, and where: ZeRO, DeepSpeed, FSDP, offload",
+        minutes=60,
         min_memory_gib=4,
-        on_cpu="everything, on 2 gloo ranks; fragmentation is simulated, and the device of offloading an account",
-        on_gpu="the same cells on NCCL; offloading moves real bytes, and the allocator's own map can be drawn",
+        on_cpu="everything, on 2 gloo ranks; the device of offloading is an account",
+        on_gpu="the same cells on NCCL; offloading moves real bytes",
+    ),
+    "ch05b_memory_engines": Chapter(
+        title="Will it fit, and what should run it: fragmentation, engines, checkpoints",
+        minutes=60,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks; fragmentation is simulated",
+        on_gpu="the same cells on NCCL; the allocator's own map can be drawn",
     ),
 }
 

@@ -132,7 +132,7 @@ class StorageBook(TorchDispatchMode):
 
     def _measure_again(self) -> None:
         """Read the sizes of storages that may be resized in place: FSDP frees and fills them so."""
-        for entry in self._entries.values():
+        for entry in self.entries():  # another thread, or the next line, may let a storage go meanwhile
             if entry.owner in RESIZED and (storage := entry.storage()) is not None:
                 size = storage.nbytes()
                 if size == entry.size_bytes:

@@ -30,6 +30,7 @@ MOST = {
     "master weights in fp32 too": 0.85,
     "no refusals": 0.95,
     "total without activations": 0.85,
+    "total in GB": 0.85,
 }
 """Share of a part's points that an answer with a slip in a corner may keep; others keep less."""
 

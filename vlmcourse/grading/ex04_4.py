@@ -72,7 +72,7 @@ def _show_ideas(ideas: Sequence[str]) -> None:
 def _refuses(function: Any, arguments: tuple[Any, ...], what: str) -> bool:
     """Tell whether an input that cannot be is refused."""
     outcome = _ask(function, arguments)
-    if outcome.error.startswith("ValueError"):
+    if outcome.refused:
         return True
     got = outcome.error or f"{outcome.value[0]!r:.60} was returned"
     print(f"{what}: raise a ValueError ({got})")
@@ -272,13 +272,17 @@ def _explain_reports(answers: Sequence[tuple[ReportCase, list[dict[str, float]]]
     for sentence, owners in said.items():
         where = "" if len(owners) == len(OWNERS) else f"{' and '.join(owners)}: "
         print(f"{where}it looks as if {sentence}.")
+    totals = [(sum(report[o] for o in OWNERS), report["total"]) for _, reports in answers for report in reports]
+    in_unit = explain_report("total", totals)
+    for sentence in in_unit:
+        print(f"total: it looks as if {sentence}.")
     off = [
         f"{case}, {strategy}: the total {report['total']:.5g} GiB is not the sum of your four owners"
         for case, reports in answers
         for strategy, report in zip(case.strategies, reports, strict=True)
         if not is_near(report["total"], sum(report[owner] for owner in OWNERS))
     ]
-    show_first(off[:1])
+    show_first(off[: not in_unit])
 
 
 def _numbers_of(

@@ -436,6 +436,30 @@ def check_budget() -> str:
     return f"{text}; {here_bytes / 1e6:.3f} MB with everything there"
 
 
+def check_layered() -> str:
+    """FSDP on two GPUs needs less on them with one layer at a time than with one fetched ahead; losses are equal."""
+    full = {"model__preset": "small", "activations__vision": "full", "activations__language": "full"}
+    ahead = train("fsdp", 2, **full, **IN_MAIN_MEMORY)
+    layered = train("fsdp", 2, **full, **IN_MAIN_MEMORY, offload__layered=True)
+    gap, ratio = largest_gap(ahead, layered), layered["peak_bytes"] / ahead["peak_bytes"]
+    assert ratio < 1 and gap < 1e-4, f"layered took {ratio:.2f} of the peak, losses differ by {gap:.1e}"
+    return f"peak with one layer at a time is {ratio:.2f} of that with one ahead; losses differ by {gap:.1e}"
+
+
+def check_levels() -> str:
+    """Every level of offload on two GPUs holds less there than the one before, under FSDP2 and under DeepSpeed."""
+    gap, rows = run_pair(
+        "from vlmcourse.labs.offload_levels import compare_offload_levels",
+        "[(t := compare_offload_levels(ranks=ranks)).loss_gap, "
+        "[(row.strategy, row.level, row.account.held_bytes) for row in t.rows if row.account]]",
+    )
+    for strategy in ("fsdp", "deepspeed-zero3"):
+        held = [size for name, _, size in rows if name == strategy]
+        assert held == sorted(set(held), reverse=True), rows
+    assert gap < 1e-3, f"losses differ by {gap:.1e}"
+    return "; ".join(f"{strategy} {level} {size / 1e6:.3f} MB" for strategy, level, size in rows)
+
+
 def check_nvme() -> str:
     """DeepSpeed's ZeRO-3 with its state in files gives the losses of one GPU; the run refuses itself without files."""
     with tempfile.TemporaryDirectory() as folder:
@@ -535,6 +559,8 @@ CHECKS = (
     ),
     Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
     Check("a step with its state in main memory keeps the budget of lab 5 on 2 GPUs", 2, check_budget),
+    Check("fsdp on 2 GPUs with one layer at a time needs less than with one ahead", 2, check_layered),
+    Check("every level of offload on 2 GPUs holds less there than the one before", 2, check_levels),
     Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),
 )
 

@@ -269,7 +269,7 @@ class AllInLists(AllInNumpy):
 class AllInItsClass(AllInNumpy):
     """Whole moments in a dictionary of the class, which is older than the optimizer."""
 
-    of_class: Any = {}
+    of_class: Any = {"": []}  # holds a container, so that `gc` lists it from the beginning
 
     def make_state(self):
         self.of_class.clear()

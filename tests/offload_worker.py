@@ -7,8 +7,11 @@ FOLDER/rank<r>.pt. DeepSpeed's compiled operations have stand-ins, see `stub_ops
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,10 @@ from stub_ops import StubBuilder, stub_ops
 
 from vlmcourse.config import TrainConfig
 from vlmcourse.models.vlm import VLM, build_model
-from vlmcourse.parallel import engine_offload, engines, fsdp, op_builds
+from vlmcourse.parallel import apply, engine_offload, engines, fsdp, op_builds
 from vlmcourse.parallel.engine_places import measure_state_places, swap_files
 from vlmcourse.parallel.gather import gather_plain_state
+from vlmcourse.parallel.nvme import SUFFIX
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
 from vlmcourse.presets import VLMShape
 from vlmcourse.state_offload import OffloadConfig
@@ -31,6 +35,7 @@ NUM_STEPS = 3
 WEIGHT_SEED = 100
 OPTIMIZER = OffloadConfig(optimizer="cpu")
 BOTH = OffloadConfig(optimizer="cpu", parameters="cpu")
+LAYERED = dataclasses.replace(BOTH, layered=True)
 RUNS = {
     "zero1, optimizer": ("deepspeed-zero1", "all towers", OPTIMIZER),
     "zero2, optimizer": ("deepspeed-zero2", "vision frozen", OPTIMIZER),
@@ -38,13 +43,21 @@ RUNS = {
     "zero3, optimizer": ("deepspeed-zero3", "tied embeddings", OPTIMIZER),
     "zero3, both": ("deepspeed-zero3", "vision frozen", BOTH),
     "fsdp, both": ("fsdp", "vision frozen", BOTH),
+    "fsdp, layered": ("fsdp", "tied embeddings", LAYERED),
+    "zero3, layered": ("deepspeed-zero3", "vision frozen", LAYERED),
+    "accelerate zero2, optimizer": ("accelerate-deepspeed-zero2", "vision frozen", OPTIMIZER),
+    "accelerate zero3, both": ("accelerate-deepspeed-zero3", "vision frozen", BOTH),
 }
 """Name -> strategy, case of the parity tests, what is offloaded."""
 
 
 def offload_config(name: str, num_ranks: int) -> TrainConfig:
     strategy, case, offload = RUNS[name]
-    return dataclasses.replace(parity_config(strategy, 2, num_ranks, case), offload=offload)
+    config = parity_config(strategy, 2, num_ranks, case)
+    sync = "every" if offload.layered and strategy == "fsdp" else "last"
+    return dataclasses.replace(
+        config, offload=offload, parallel=dataclasses.replace(config.parallel, gradient_sync=sync)
+    )
 
 
 def unclip(recording: Recording, max_norm: float) -> None:
@@ -143,6 +156,18 @@ def offload_nothing(ranks: Ranks) -> dict[str, str]:
     said = {name: say_why_not(name, ranks, offload_settings=lambda offload: {}) for name in names}
     only_the_optimizer = engine_offload.offload_settings(OPTIMIZER)
     said["zero3, one of both"] = say_why_not("zero3, both", ranks, offload_settings=lambda offload: only_the_optimizer)
+    said["zero3, layered"] = say_why_not(
+        "zero3, layered", ranks, offload_settings=lambda offload: engine_offload.offload_settings(BOTH)
+    )
+    takes_one = apply.take_one_at_a_time
+    apply.take_one_at_a_time = lambda model: None
+    try:
+        said["fsdp, layered"] = say_why_not("fsdp, layered", ranks)
+    finally:
+        apply.take_one_at_a_time = takes_one
+    said["accelerate zero2, optimizer"] = say_why_not(
+        "accelerate zero2, optimizer", ranks, offload_settings=lambda offload: {}
+    )
     fully_shard = fsdp.fully_shard
     fsdp.fully_shard = lambda *a, offload_policy, **k: fully_shard(*a, **k)  # type: ignore[assignment]
     try:
@@ -150,6 +175,36 @@ def offload_nothing(ranks: Ranks) -> dict[str, str]:
     finally:
         fsdp.fully_shard = fully_shard
     return said
+
+
+def start_from_a_file(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Offload by a ds_config.json, with the optimizer that it means; and by one that the engine does not get."""
+    config = offload_config("zero3, both", ranks.world_size)
+    settings = engines.build_deepspeed_settings(config)
+    del settings["zero_force_ds_cpu_optimizer"]  # so DeepSpeed takes no other Adam than its own
+    path = folder / f"ds_config{ranks.rank}.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    parallel = dataclasses.replace(config.parallel, deepspeed_config=str(path))
+    of_file = dataclasses.replace(config, parallel=parallel, offload=OffloadConfig())
+    found: dict[str, Any] = {}
+    with stub_ops() as adam:
+        trainer = build_trainer(of_file, ranks, WEIGHT_SEED + ranks.rank)
+        found["losses"] = [trainer.train_step().loss for _ in range(NUM_STEPS)]
+        found["places"], found["num_updates"] = (
+            dataclasses.asdict(measure_state_places(trainer.model)),
+            adam.num_updates,
+        )
+    plain = dataclasses.replace(config, offload=OffloadConfig())
+    real = engines.choose_deepspeed_settings
+    engines.choose_deepspeed_settings = lambda *_: engines.build_deepspeed_settings(plain)
+    try:
+        with stub_ops():
+            build_trainer(of_file, ranks, WEIGHT_SEED)
+    except RuntimeError as error:
+        found["nothing"] = str(error)
+    finally:
+        engines.choose_deepspeed_settings = real
+    return found
 
 
 def large_shape() -> VLMShape:
@@ -167,8 +222,8 @@ class LargeTrainer(Trainer):
         return super()._build_model()
 
 
-def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """Train with state in files, written by a stand-in for libaio, and without; save, and try to go on."""
+def swap(ranks: Ranks, folder: Path, ops: Callable[[], AbstractContextManager[Any]] = stub_ops) -> dict[str, Any]:
+    """Train with state in files and without; save, and try to go on; `ops` gives what stands in for libaio, if any."""
     config = parity_config("deepspeed-zero3", 2, ranks.world_size, "all towers")
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output_dir=str(folder), name="nvme"))
     samples = awkward_samples()
@@ -179,7 +234,7 @@ def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
             {"nvme_path": str(folder / "swap"), "buffer_elements": 1_000_000} if place == "nvme" else {}
         )
         offload = OffloadConfig(optimizer=place, parameters=place, **options)
-        with stub_ops():
+        with ops():
             model = build_model(large_shape(), seed=config.run.seed) if place == "none" else None  # else in shards
             of_run = dataclasses.replace(config, offload=offload)
             trainer = LargeTrainer(
@@ -190,6 +245,11 @@ def swap(ranks: Ranks, folder: Path) -> dict[str, Any]:
                 whole = gather_plain_state(trainer.model, trainer.shape)
             else:
                 found["places"] = dataclasses.asdict(measure_state_places(trainer.model))
+                found["parameter files"] = [
+                    path.stat().st_size
+                    for path in (folder / "swap").rglob(f"*{SUFFIX}")
+                    if "optimizer" not in path.parts
+                ]
                 files = swap_files(trainer.model)
                 found["num_files"], found["num_bytes"], found["text"] = files.num_files, files.num_bytes, str(files)
                 saved = CheckpointWeights(trainer.save())
@@ -254,6 +314,7 @@ def main(folder: Path) -> None:
         "runs": {name: run(name, ranks) for name in RUNS},
         "resume": {name: resume(name, ranks, folder) for name in ("zero2, optimizer", "zero3, both", "fsdp, both")},
         "in shards": start_in_shards(ranks),
+        "from a file": start_from_a_file(ranks, folder),
         "nothing": offload_nothing(ranks),
         "refused": refuse(ranks, folder),
         "swap": swap(ranks, folder),

@@ -18,6 +18,7 @@ from ranks import run_worker
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from vlmcourse.config import ConfigError, TrainConfig, parse_config
+from vlmcourse.deepspeed_config import Run, find_deepspeed_problems, read_offload
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.engine_places import check_after_step, check_engine_offload
 from vlmcourse.parallel.engines import build_deepspeed_settings
@@ -69,7 +70,7 @@ def test_offloading_changes_no_loss_norm_gradient_or_weight(found: list[dict[str
 def test_an_engines_state_lies_where_it_says(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         for name, (_, places) in of_rank["runs"].items():
-            if name == "fsdp, both":
+            if name.startswith("fsdp"):
                 continue
             is_own = name == "zero2, DeepSpeed's Adam"
             assert places["updated_by"] == ("DeepSpeedCPUAdam" if is_own else "AdamW")
@@ -77,6 +78,8 @@ def test_an_engines_state_lies_where_it_says(found: list[dict[str, Any]]) -> Non
             assert places["moved_by"] == {
                 "zero3, optimizer": "DeepSpeedZeroOptimizer_Stage3",
                 "zero3, both": "DeepSpeedZeRoOffload",
+                "zero3, layered": "DeepSpeedZeRoOffload",
+                "accelerate zero3, both": "DeepSpeedZeRoOffload",
             }.get(name, "DeepSpeedZeroOptimizer")
             assert set(places["updated"]) == set(places["moments"]) == {"cpu"}
             assert places["moments"]["cpu"] == 2 * places["updated"]["cpu"]
@@ -102,12 +105,27 @@ def test_a_model_built_in_shards_begins_with_the_weights_of_a_plain_one(found: l
 
 
 @pytest.mark.slow
+def test_a_file_of_the_users_offloads_and_is_held_to_it(found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        of_file = of_rank["from a file"]
+        expected, of_section = of_rank["runs"]["zero3, both"]
+        assert of_file["losses"] == pytest.approx(expected.losses, abs=1e-5)
+        of_file["places"]["num_updates"] = 0
+        assert of_file["places"] == of_section | {"updated_by": "DeepSpeedCPUAdam"} and of_file["num_updates"] > 0
+        assert of_file["nothing"].startswith(f"rank {rank}: deepspeed-zero3 with offload.optimizer = 'cpu'")
+        assert "the engine has offload_optimizer False instead of True" in of_file["nothing"]
+
+
+@pytest.mark.slow
 def test_a_setting_that_was_taken_and_did_nothing_is_refused(found: list[dict[str, Any]]) -> None:
     for rank, of_rank in enumerate(found):
         for name, words in {
             "zero1, optimizer": "the engine has cpu_offload False instead of True: DeepSpeed took the setting and did",
             "zero3, both": "offload_optimizer False instead of True; groups updated in main memory False instead of",
             "zero3, one of both": "the engine has offload_param False instead of True; shards made for 'none' instead",
+            "zero3, layered": "the engine has elements kept or fetched ahead ",
+            "fsdp, layered": "units ask for the weights of others",
+            "accelerate zero2, optimizer": "the engine has cpu_offload False instead of True",
             "fsdp, both": "7 of 7 units have OffloadPolicy() instead of CPUOffloadPolicy(pin_memory=False)",
         }.items():
             assert of_rank["nothing"][name].startswith(f"rank {rank}: "), name
@@ -170,6 +188,10 @@ def config(strategy: str, offload: dict[str, Any], **more: Any) -> TrainConfig:
         ("deepspeed-zero3", NVME | {"parameters": "nvme", "buffer_elements": 10}),
         ("deepspeed-zero2", {"optimizer": "cpu", "adam": "deepspeed", "pin_memory": False}),
         ("fsdp", CPU),
+        ("fsdp", CPU | {"layered": True}),
+        ("deepspeed-zero3", CPU | {"layered": True}),
+        ("accelerate-deepspeed-zero1", {"optimizer": "cpu"}),
+        ("accelerate-deepspeed-zero3", NVME | {"parameters": "nvme"}),
     ],
 )
 def test_what_a_strategy_can_offload_is_taken(strategy: str, offload: dict[str, Any]) -> None:
@@ -188,8 +210,10 @@ def test_what_a_strategy_can_offload_is_taken(strategy: str, offload: dict[str, 
         ("zero1", {"optimizer": "cpu"}, "'zero1' has whole weights and the optimizer on the device"),
         ("zero2", CPU, "'zero2' keeps all weights on the device from forward to backward"),
         ("auto", CPU, "'auto' may choose one that moves nothing off the device"),
-        ("accelerate-ddp", CPU, "leaves its state to accelerate"),
-        ("accelerate-deepspeed-zero3", CPU, "leaves its state to accelerate"),
+        ("accelerate-ddp", CPU, "'accelerate-ddp' has whole weights and the optimizer on the device"),
+        ("accelerate-deepspeed-zero2", CPU, "it keeps all weights on the device and would not read this"),
+        ("deepspeed-zero3", {"optimizer": "cpu", "layered": True}, "weights that stay on the device do not come to it"),
+        ("deepspeed-zero2", CPU | {"layered": True}, "it keeps all weights on the device"),
         ("deepspeed-zero0", {"optimizer": "cpu"}, "has whole optimizer state on every rank"),
         ("deepspeed-zero3", {"parameters": "cpu"}, "as a second copy of the same shards, and nothing would be saved"),
         (
@@ -223,8 +247,54 @@ def test_other_precisions_and_axes_are_refused() -> None:
 
 
 def test_a_file_of_the_users_and_the_section_are_not_mixed() -> None:
-    with pytest.raises(ConfigError, match="an engine is given that file alone; leave the file out, or"):
+    with pytest.raises(ConfigError, match="an engine is given that file alone; say it there"):
         parse_config({"parallel": {"strategy": "deepspeed-zero3", "deepspeed_config": "ds.json"}, "offload": CPU})
+
+
+def test_a_file_is_read_as_the_section_that_says_the_same() -> None:
+    for strategy, offload in (
+        ("deepspeed-zero2", {"optimizer": "cpu"}),
+        ("deepspeed-zero3", CPU),
+        ("deepspeed-zero3", CPU | {"layered": True}),
+        ("deepspeed-zero3", NVME | {"parameters": "nvme", "buffer_elements": 10, "layered": True}),
+    ):
+        of_run = config(strategy, offload | {"pin_memory": False})
+        settings = build_deepspeed_settings(of_run)
+        assert read_offload(settings) == of_run.offload
+        without = {key: value for key, value in settings.items() if key != "zero_force_ds_cpu_optimizer"}
+        assert read_offload(without) == dataclasses.replace(of_run.offload, adam="deepspeed")
+        assert read_offload(without | {"optimizer": {"params": {"torch_adam": True}}}) == of_run.offload
+    assert read_offload(build_deepspeed_settings(config("deepspeed-zero3", {}))).is_plain
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "a run moves all of the optimizer's state, or none"),
+        (
+            {"offload_param": {"device": "cpu"}},
+            "in the words of [offload]: offload.parameters = 'cpu' with offload.opt",
+        ),
+        (
+            {part: {"device": "nvme", "nvme_path": f"/{part}"} for part in ("offload_optimizer", "offload_param")},
+            "name one folder in both",
+        ),
+    ],
+)
+def test_what_a_file_would_move_and_a_run_could_not_prove_is_refused(zero: dict[str, Any], words: str) -> None:
+    run = Run(config("deepspeed-zero3", {}), 2, 64)
+    (said,) = find_deepspeed_problems({"zero_optimization": {"stage": 3, **zero}}, run)
+    assert words in said
+
+
+def test_whole_gradients_or_prefetching_beside_one_layer_at_a_time_are_refused() -> None:
+    of_run = {"train": {"accumulation_steps": 2}, "offload": CPU | {"layered": True}}
+    with pytest.raises(ConfigError, match="whole gradients of all layers would stay on the device"):
+        parse_config({"parallel": {"strategy": "fsdp"}, **of_run})
+    assert parse_config({"parallel": {"strategy": "fsdp", "gradient_sync": "every"}, **of_run}).offload.layered
+    assert parse_config({"parallel": {"strategy": "deepspeed-zero3"}, **of_run}).offload.layered
+    with pytest.raises(ConfigError, match="offload.layered = true with parallel.prefetch = 1"):
+        parse_config({"parallel": {"strategy": "fsdp", "prefetch": 1}, "offload": CPU | {"layered": True}})
 
 
 def test_deepspeeds_settings_say_what_is_offloaded() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 from typing import Any
 
 import cloudpickle
 import lab05_1_answers
+import numpy as np
 import pytest
 import torch
 from lab05_1_answers import ALSO_ON_THREE, OUT_OF_ORDER, RIGHT, WRONG
 from lab_cells import hidden_seeds, read_cells, run_blank, stated_points
 
-from vlmcourse.grading import lab05_1
+from vlmcourse.grading import lab05_1, zero_kept
 from vlmcourse.grading.pair_ranks import AnswerReports, run_answers
 from vlmcourse.grading.zero_cases import STATE_BYTES, make_params, make_zero_cases
 from vlmcourse.grading.zero_truths import MISTAKES, TOLERANCE, Update, find_fits, is_same, make_paths, play
@@ -120,6 +123,22 @@ def test_cases_are_such_that_every_rule_can_be_seen(seed: int) -> None:
             dealt = [size for size, index in zip(case.sizes, range(len(case.sizes)), strict=True)]
             share = sum(dealt[rank :: case.world_size])
             assert STATE_BYTES * share < case.most_state_bytes
+
+
+def test_what_only_a_thread_of_gloo_holds_is_waited_for_and_what_python_holds_is_not(monkeypatch: Any) -> None:
+    monkeypatch.setattr(zero_kept, "IN_FLIGHT_LIMIT_S", 60.0)
+    case, holders = ON_TWO[0], [torch.futures.Future(), torch.futures.Future()]
+    gc.collect()
+    gc.freeze()
+    try:
+        holders[0].set_result(torch.zeros(10_000))  # held in C++ alone, as a collective's tensors are
+        threading.Timer(0.2, holders.pop, [0]).start()
+        assert zero_kept.measure_kept(case, None, [], []).num_bytes < 1000
+        mine = [torch.zeros(sum(case.sizes)), np.zeros(2 * sum(case.sizes), dtype=np.float32)[::2], (b"ab", 0.25)]
+        kept = zero_kept.measure_kept(case, None, [], [])
+        assert kept.num_bytes - 12 * sum(case.sizes) < 1000 and kept.copies == 3 and mine
+    finally:
+        gc.unfreeze()
 
 
 def test_what_needs_no_ranks_starts_none(monkeypatch: Any, capsys: Any) -> None:

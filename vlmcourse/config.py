@@ -242,7 +242,7 @@ class TrainConfig:
         found += precision_problems(self.train.precision, self.parallel)
         found += self.activations.contradictions(self.parallel, self.model.freeze)
         parallel = self.parallel
-        found += self.offload.contradictions(parallel, self.train.precision)
+        found += self.offload.contradictions(parallel, self.train.precision, self.train.accumulation_steps)
         found += engine_problems(parallel.strategy, self.train.precision, self.activations, parallel.deepspeed_config)
         if found:
             raise ConfigError("The training configuration", found)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcourse.layout import DEEPSPEED, ParallelConfig
+from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED, ParallelConfig
 from vlmcourse.values import at_least_one, check_types, suggest_choice
 
 PLACES = ("none", "cpu", "nvme")
 ADAMS = ("torch", "deepspeed")
 CHOICES: dict[str, tuple[str, ...]] = {"optimizer": PLACES, "parameters": PLACES, "adam": ADAMS}
 """What texts of an `OffloadConfig` may be of which there are a few."""
-OFFLOADING = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "fsdp")
+OFFLOADING = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", *ACCELERATE_DEEPSPEED, "fsdp")
 """Strategies that can move weights or optimizer state off the device."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 """Values of train.precision whose weights are fp32 and whose optimizer is PyTorch's own: those offloaded here."""
@@ -35,6 +35,9 @@ class OffloadConfig:
     nvme (in files, and updated in main memory; deepspeed-zero3 only). All shards of a rank, always."""
     parameters: str = "none"
     """A rank's shards of the weights: none, cpu or nvme. deepspeed-zero3 and fsdp only, together with `optimizer`."""
+    layered: bool = False
+    """With `parameters`: one layer's weights at a time come to the device, none ahead of the one that computes. Least
+    memory, most waiting; under nvme it is so in any case. What layers keep for backward: see [activations]."""
     nvme_path: str = ""
     """nvme only: a folder on a fast disk of this machine, for several times the bytes of the weights."""
     pin_memory: bool = True
@@ -89,6 +92,11 @@ class OffloadConfig:
                 "offload.parameters = 'nvme' with offload.optimizer = 'cpu': main memory would hold the larger part, "
                 "and the weights there anyway; set offload.optimizer = 'nvme' too, or offload.parameters = 'cpu'"
             )
+        if self.layered and self.parameters == "none":
+            found.append(
+                "offload.layered = true with offload.parameters = 'none': weights that stay on the device do not come "
+                "to it one layer at a time; set offload.optimizer and offload.parameters too, or leave it out"
+            )
         return found
 
     def _unread(self) -> list[str]:
@@ -107,12 +115,15 @@ class OffloadConfig:
             if getattr(self, name) != getattr(OffloadConfig, name)
         ]
 
-    def contradictions(self, parallel: ParallelConfig, precision: str = "fp32") -> list[str]:
+    def contradictions(
+        self, parallel: ParallelConfig, precision: str = "fp32", accumulation_steps: int = 1
+    ) -> list[str]:
         """Return which of these wishes the run's strategy or precision would not carry out, one sentence each.
 
         Args:
             parallel: strategy and degrees.
             precision: `train.precision`.
+            accumulation_steps: `train.accumulation_steps`.
         """
         if self.is_plain or self.problems():
             return []
@@ -124,9 +135,15 @@ class OffloadConfig:
         if parallel.deepspeed_config:
             return [
                 f"{self} with parallel.deepspeed_config = {parallel.deepspeed_config!r}: an engine is given that file "
-                "alone; leave the file out, or [offload]"
+                "alone; say it there (offload_optimizer, offload_param), or leave the file out"
             ]
         found = self._refused_by_fsdp(parallel) if strategy == "fsdp" else self._refused_by_engine(strategy)
+        if self.layered and strategy == "fsdp" and accumulation_steps > 1 and parallel.gradient_sync == "last":
+            found.append(
+                f"offload.layered = true with train.accumulation_steps = {accumulation_steps} and "
+                "parallel.gradient_sync = 'last': whole gradients of all layers would stay on the device until the "
+                "last micro-batch; set parallel.gradient_sync = 'every'"
+            )
         if precision not in PRECISIONS:
             found.append(
                 f"{self} with train.precision = {precision!r}: its weights, scales or master copies are this package's "
@@ -141,6 +158,11 @@ class OffloadConfig:
                 f"{self} with parallel.strategy = 'fsdp': its CPUOffloadPolicy moves shards of weights, gradients and "
                 "optimizer state together, and to main memory only; set offload.optimizer and offload.parameters to "
                 "'cpu', or choose 'deepspeed-zero3'"
+            )
+        if self.layered and parallel.prefetch:
+            found.append(
+                f"offload.layered = true with parallel.prefetch = {parallel.prefetch}: weights that are asked for "
+                "ahead are a second layer's; leave one of them out"
             )
         if self.adam != "torch":
             found.append(
@@ -170,7 +192,8 @@ class OffloadConfig:
     def __str__(self) -> str:
         """Show what is offloaded, as the TOML file says it."""
         names = [name for name in ("optimizer", "parameters") if getattr(self, name) != "none"]
-        return ", ".join(f"offload.{name} = {getattr(self, name)!r}" for name in names) or "nothing offloaded"
+        parts = [f"offload.{name} = {getattr(self, name)!r}" for name in names]
+        return ", ".join([*parts, *["offload.layered = true"] * self.layered]) or "nothing offloaded"
 
 
 def _why_not(strategy: str) -> str:
@@ -183,6 +206,4 @@ def _why_not(strategy: str) -> str:
         return "adds up gradients of several copies, which is not tested from main memory"
     if strategy == "deepspeed-zero0":
         return "has whole optimizer state on every rank, and DeepSpeed would not read this"
-    if strategy.startswith("accelerate"):
-        return "leaves its state to accelerate, which is not told of [offload]"
     return "has whole weights and the optimizer on the device, and nothing that moves them"

@@ -9,6 +9,7 @@ The other way, from a run to DeepSpeed's settings, is `parallel.engines.build_de
 from vlmcourse.deepspeed_config.auto import AUTO, Run
 from vlmcourse.deepspeed_config.explain import Explained, explain_deepspeed, explanation_table
 from vlmcourse.deepspeed_config.keys import KEYS, VERSION
+from vlmcourse.deepspeed_config.offload import read_offload
 from vlmcourse.deepspeed_config.resolve import (
     check_deepspeed_file,
     find_deepspeed_problems,
@@ -27,5 +28,6 @@ __all__ = [
     "explanation_table",
     "find_deepspeed_problems",
     "load_deepspeed_json",
+    "read_offload",
     "resolve_deepspeed",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from vlmcourse.deepspeed_config.auto import AUTO, FILLED_IN, Run
 from vlmcourse.deepspeed_config.names import read_keys, walk
+from vlmcourse.deepspeed_config.offload import find_offload_problems
 from vlmcourse.deepspeed_config.rules import Values, find_contradictions, find_inconsistencies, find_unfilled
 from vlmcourse.values import ConfigError
 
@@ -66,7 +67,10 @@ def find_deepspeed_problems(settings: Mapping[str, Any], run: Run | None = None)
     reading = read_keys(settings)
     values = Values(reading, run)
     found = reading.problems + find_inconsistencies(values)
-    return found if run is None else found + find_contradictions(values, run)
+    if run is None:
+        return found
+    found += find_contradictions(values, run)
+    return found if reading.problems else found + find_offload_problems(settings, run)
 
 
 def resolve_deepspeed(

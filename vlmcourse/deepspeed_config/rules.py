@@ -259,14 +259,6 @@ def _off(values: Values) -> list[str]:
         is_on = key.role == OFF and value not in (None, "auto", key.default) and str(value).lower() not in HARMLESS
         if is_on and not _is_inside_off(name, values):
             found.append(f"{name} = {value!r}: {_reason(name)}")
-    for part in ("offload_optimizer", "offload_param"):
-        device = values[f"{ZERO}.{part}.device"]
-        if device != "none":
-            found.append(
-                f"{ZERO}.{part}.device = {device!r}: a run offloads by its section [offload], which proves that it "
-                "happened, and not by this file; set it to 'none', or leave the file out and set "
-                f"offload.{'optimizer' if part == 'offload_optimizer' else 'parameters'} = {device!r}"
-            )
     return found
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vlmcourse.grading.zero_cases import ZeroCase
@@ -27,7 +26,7 @@ NUMBER_BYTES = 4
 """What a float of Python counts: as much as the fp32 number that it stands for."""
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 BUFFERS = (bytes, bytearray, memoryview, array.array)
-DATA = (Tensor, torch.UntypedStorage, np.ndarray, np.generic, float, *BUFFERS)
+DATA = (Tensor, np.ndarray, np.generic, float, *BUFFERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,6 @@ def _memory_of(item: Any) -> tuple[Any, int, int]:
     if isinstance(item, Tensor):
         storage = item.untyped_storage()
         return storage.data_ptr(), storage.nbytes(), storage.nbytes() // item.element_size()
-    if isinstance(item, torch.UntypedStorage):
-        return item.data_ptr(), item.nbytes(), item.nbytes() // NUMBER_BYTES
     if isinstance(item, np.ndarray):
         return item.__array_interface__["data"][0], item.nbytes, item.size
     if isinstance(item, float):

@@ -28,6 +28,7 @@ on its way and what an operation needs for a moment."""
 STATE = ("weights", "gradients", "optimizer")
 """Owners of a ledger whose home offloading changes; all others are on the device."""
 MAIN_MEMORY = OffloadConfig(optimizer="cpu", parameters="cpu")
+ONE_LAYER = dataclasses.replace(MAIN_MEMORY, layered=True)
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,41 @@ class BudgetRun:
         )
 
 
-def budget_config(offload: OffloadConfig, micro_batch_size: int = 4) -> TrainConfig:
-    """Return a short run of the tiny model on the digits, under FSDP (ZeRO-3) in fp32."""
+def budget_config(
+    offload: OffloadConfig,
+    micro_batch_size: int = 4,
+    *,
+    strategy: str = "fsdp",
+    recompute: str = "none",
+    deepspeed_config: str = "",
+) -> TrainConfig:
+    """Return a short run of the tiny model on the digits in fp32, by default under FSDP (ZeRO-3)."""
     config = parse_config(
         {
             "data": {"num_train_samples": 256, "num_eval_samples": 8},
-            "train": {"precision": "fp32", "num_steps": 8, "micro_batch_size": micro_batch_size},
-            "parallel": {"strategy": "fsdp"},
+            "train": {"precision": "fp32", "num_steps": 100, "micro_batch_size": micro_batch_size},
+            "parallel": {"strategy": strategy, "deepspeed_config": deepspeed_config},
+            "activations": {"vision": recompute, "language": recompute},
         }
     )
     return dataclasses.replace(config, offload=offload)
 
 
-def decide_for_budget(budget_bytes: int, num_ranks: int, micro_batch_size: int, seq_len: int) -> Decision:
+def budget_plan(num_ranks: int, micro_batch_size: int, recompute: str = "none") -> Plan:
+    """Return the plan of such a run, for the tree; arguments are those of `decide_for_budget`."""
+    return Plan(
+        dp_shard=num_ranks,
+        zero_stage=3,
+        precision="fp32",
+        micro_batch_size=micro_batch_size,
+        recompute_vision=recompute,
+        recompute_language=recompute,
+    )
+
+
+def decide_for_budget(
+    budget_bytes: int, num_ranks: int, micro_batch_size: int, seq_len: int, recompute: str = "none"
+) -> Decision:
     """Ask the offload tree about the tiny model on a device of `budget_bytes`.
 
     The planner's allowance for a CUDA context and its like is added to the budget: no ledger counts it. Speeds are of
@@ -85,16 +108,9 @@ def decide_for_budget(budget_bytes: int, num_ranks: int, micro_batch_size: int, 
         num_ranks: over which FSDP splits, 2 or more.
         micro_batch_size: samples of a rank's forward pass.
         seq_len: tokens of the longest of them.
+        recompute: activations of both towers, a policy of the section [activations].
     """
-    config = budget_config(OffloadConfig(), micro_batch_size)
-    plan = Plan(
-        dp_shard=num_ranks,
-        zero_stage=3,
-        precision="fp32",
-        micro_batch_size=micro_batch_size,
-        recompute_vision=config.activations.vision,
-        recompute_language=config.activations.language,
-    )
+    plan = budget_plan(num_ranks, micro_batch_size, recompute)
     machine = Machine(
         name="an accounted device",
         device_bytes=budget_bytes + RESERVED_BYTES,
@@ -103,7 +119,9 @@ def decide_for_budget(budget_bytes: int, num_ranks: int, micro_batch_size: int, 
         host_bytes_per_s=1e10,
         link_bytes_per_s=1e9,
     )
-    return decide_offload(plan, get_model(config.model.preset), machine, Workload(seq_len=seq_len))
+    return decide_offload(
+        plan, get_model(budget_config(OffloadConfig()).model.preset), machine, Workload(seq_len=seq_len)
+    )
 
 
 def needed_bytes(decision: Decision) -> dict[str, int]:
@@ -123,7 +141,7 @@ def run_within_budget(
         headroom_fraction: of the budget, which the tree is not told of; at 0 the run may exceed it by a little.
 
     Raises:
-        ValueError: if there is one rank, the headroom is no fraction, or nothing that can be run here fits the budget.
+        ValueError: if there is one rank, the headroom is no fraction, or not even one layer at a time fits the budget.
     Communicates: what two steps under FSDP do, and two all-reduces of a few numbers.
     """
     if ranks.world_size < 2:
@@ -131,39 +149,96 @@ def run_within_budget(
     if not 0 <= headroom_fraction < 1:
         raise ValueError(f"headroom_fraction = {headroom_fraction}: must be 0 or greater, and below 1")
     trainer = Trainer(budget_config(OffloadConfig(), micro_batch_size), ranks, show_progress=False)
-    longest = max(batch.input_ids_BS.shape[1] for step in range(2) for batch in trainer.load_step(step))
-    seq_len = int(max_over_ranks([longest], ranks)[0])
+    seq_len = longest_sequence(trainer, ranks)
     told_bytes = round(budget_bytes * (1 - headroom_fraction))
     decision = decide_for_budget(told_bytes, ranks.world_size, micro_batch_size, seq_len)
-    if decision.answer not in ("none", "optimizer", "optimizer+parameters"):
+    if not decision.fits:
         needs = ", ".join(f"{name} {show_bytes(size)}" for name, size in needed_bytes(decision).items())
-        why = "FSDP2 always fetches ahead" if decision.fits else "activations and one layer are more than that"
         raise ValueError(
             f"budget_bytes = {budget_bytes:,}, of which {told_bytes:,} without headroom: the tree says "
-            f"{decision.answer}, and {why}; levels need {needs}: raise the budget or lower micro_batch_size"
+            f"{decision.answer}, and activations and one layer are more than that; levels need {needs}: raise the "
+            "budget or lower micro_batch_size"
         )
-    offload = OffloadConfig() if decision.answer == "none" else MAIN_MEMORY
+    offload = {"none": OffloadConfig(), "layered": ONE_LAYER}.get(decision.answer, MAIN_MEMORY)
     if not offload.is_plain:
         trainer = Trainer(budget_config(offload, micro_batch_size), ranks, show_progress=False)
+    account = measure_account(trainer, offload, ranks)
+    return BudgetRun(
+        decision, offload, budget_bytes, account.held_bytes, account.moved_bytes, account.owners, account.losses
+    )
+
+
+def longest_sequence(trainer: Trainer, ranks: Ranks) -> int:
+    """Return the tokens of the longest sequence in the first two steps of any rank; all ranks together."""
+    longest = max(batch.input_ids_BS.shape[1] for step in range(2) for batch in trainer.load_step(step))
+    return int(max_over_ranks([longest], ranks)[0])
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a step held in the device's account; bytes of the fullest rank where nothing else is said."""
+
+    held_bytes: int
+    """At the fullest moment of a step."""
+    moved_bytes: int
+    """As `BudgetRun.moved_bytes`."""
+    gathered_bytes: int
+    """Of whole weights of a rank that keeps shards, at most at any moment."""
+    owners: dict[str, int]
+    """This rank's at its own fullest moment, by owner of the ledger."""
+    losses: tuple[float, ...]
+
+
+def measure_account(trainer: Trainer, offload: OffloadConfig, ranks: Ranks) -> Account:
+    """Train two steps and account for everything alive in the second; all ranks together.
+
+    Args:
+        trainer: of a run under FSDP or a DeepSpeed engine, which has made no step.
+        offload: what its run moves off the device.
+        ranks: this process's place.
+    Communicates: what two steps do, and an all-reduce of a few numbers.
+    """
     losses = [trainer.train_step().loss]  # Adam's moments exist from here on
+    between = measure_ledger(trainer.model, trainer.optimizer)
     with StepLedger(trainer.model, trainer.optimizer, device_type=ranks.device.type) as ledger:
         losses.append(trainer.train_step().loss)
     is_account = ranks.device.type == "cpu"
     moved_away = offload if is_account else OffloadConfig()  # a GPU's ledger sees none of what is in main memory
-    fullest = max(ledger.samples, key=lambda sample: on_device(sample, moved_away))
-    held = on_device(fullest, moved_away)
-    moved = max(sample.total_bytes - on_device(sample, moved_away) for sample in ledger.samples)
+
+    def count(sample: Sample) -> int:
+        return on_device(sample, moved_away, between.gradients_bytes)
+
+    fullest = max(ledger.samples, key=count)
+    held = count(fullest)
+    moved = max(sample.total_bytes - count(sample) for sample in ledger.samples)
     if not is_account and not offload.is_plain:
-        moved = measure_ledger(trainer.model, trainer.optimizer).total_bytes
-    held, moved = (int(value) for value in max_over_ranks([held, moved], ranks))
-    owners = {owner: size for owner, size in fullest.by_owner().items() if moved_away.is_plain or owner not in STATE}
-    return BudgetRun(decision, offload, budget_bytes, held, moved, owners, tuple(losses))
+        moved = between.total_bytes - (between.weights_bytes if offload.parameters == "none" else 0)
+    gathered = max(sample.by_owner().get("gathered", 0) for sample in ledger.samples)
+    held, moved, gathered = (int(value) for value in max_over_ranks([held, moved, gathered], ranks))
+    gone = moved_owners(moved_away)
+    owners = {owner: size for owner, size in fullest.by_owner().items() if owner not in gone}
+    return Account(held, moved, gathered, owners, tuple(losses))
 
 
-def on_device(sample: Sample, offload: OffloadConfig) -> int:
-    """Return which of the bytes alive at a moment are in the device's account; none of the update if that is off it."""
+def moved_owners(offload: OffloadConfig) -> tuple[str, ...]:
+    """Return the owners of a ledger whose home is main memory."""
     if offload.is_plain:
+        return ()
+    return STATE if offload.parameters != "none" else tuple(owner for owner in STATE if owner != "weights")
+
+
+def on_device(sample: Sample, offload: OffloadConfig, host_gradients_bytes: int = 10**18) -> int:
+    """Return which of the bytes alive at a moment are in the device's account; of the update, weights that stay there.
+
+    Args:
+        sample: all that is alive.
+        offload: what has its home in main memory.
+        host_gradients_bytes: room for gradients there; a gradient beyond it is whole still, and on the device.
+    """
+    gone, found = moved_owners(offload), sample.by_owner()
+    if not gone:
         return sample.total_bytes
     if sample.phase == "update":
-        return 0
-    return sum(size for owner, size in sample.by_owner().items() if owner not in STATE)
+        return 0 if "weights" in gone else found.get("weights", 0)
+    on_its_way = max(0, found.get("gradients", 0) - host_gradients_bytes)
+    return sum(size for owner, size in found.items() if owner not in gone) + on_its_way

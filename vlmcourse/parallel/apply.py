@@ -27,6 +27,7 @@ from vlmcourse.parallel.compression import compress_gradients, find_compression
 from vlmcourse.parallel.context import apply_context, check_context, take_part_of_labels
 from vlmcourse.parallel.data import apply_ddp
 from vlmcourse.parallel.fsdp import apply_fsdp, broadcast_weights, build_offload_policy, check_fsdp_offload
+from vlmcourse.parallel.layered import check_one_at_a_time, find_layers, take_one_at_a_time
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.pipelined import PipelinedModel, apply_pipeline
 from vlmcourse.parallel.ranks import Ranks
@@ -96,7 +97,7 @@ def apply_strategy(
         wrapped = _distribute(model, config, ranks, place, activations, offload)
     check_strategy(wrapped, config, ranks, place)
     if offload is not None and not offload.is_plain:
-        check_fsdp_offload(wrapped, offload, ranks)
+        _check_offload(wrapped, offload, ranks)
     return wrapped
 
 
@@ -134,15 +135,20 @@ def _distribute(
     if config.strategy == "accelerate-ddp":
         return apply_accelerate(model.to(ranks.device), ranks)
     if config.strategy in SHARDED:  # moves to the device block by block, as it shards
-        return apply_fsdp(
+        offload = offload or OffloadConfig()
+        sharded = apply_fsdp(
             model,
             ranks,
             mesh=place.shard_mesh(),
             reshard_after_forward=config.strategy != "zero2",
             prefetch=config.prefetch,
             are_equal=are_equal,
-            offload=build_offload_policy(offload or OffloadConfig(), ranks),
+            offload=build_offload_policy(offload, ranks),
+            units=find_layers(model) if offload.layered else None,
         )
+        if offload.layered:
+            take_one_at_a_time(sharded)
+        return sharded
     return model.to(ranks.device)
 
 
@@ -204,6 +210,13 @@ def check_strategy(model: nn.Module, config: ParallelConfig, ranks: Ranks, place
             )
     for part in model.stages if isinstance(model, PipelinedModel) else [model]:
         _check_part(part, config, layout, ranks, where)
+
+
+def _check_offload(model: nn.Module, offload: OffloadConfig, ranks: Ranks) -> None:
+    """Refuse a sharded model that moves something else than was asked for, or more than one layer at a time."""
+    check_fsdp_offload(model, offload, ranks)
+    if offload.layered:
+        check_one_at_a_time(model, ranks)
 
 
 def _describe_arguments(

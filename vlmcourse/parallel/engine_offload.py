@@ -39,6 +39,7 @@ def offload_settings(offload: OffloadConfig) -> dict[str, Any]:
     if offload.parameters == "nvme":
         # By default a billion elements stay in main memory: all of most models, and no file would ever be read.
         found["offload_param"] |= {"buffer_size": offload.buffer_elements, "max_in_cpu": 0}
+    if offload.layered or offload.parameters == "nvme":
         # A weight keeps its buffer while it is whole. By default up to a billion elements stay whole, or are fetched
         # ahead: a model with more weights than buffers would fail in its first forward.
         found |= {f"stage3_{key}": 0 for key in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}

@@ -149,7 +149,15 @@ def _facts(engine: Any, offload: OffloadConfig) -> list[tuple[str, object, objec
         ("a swapper of the optimizer", optimizer.optimizer_swapper is not None, offload.optimizer == "nvme"),
         ("offload_param", optimizer.offload_param, moves_parameters),
         ("shards made for", _home(parameters), offload.parameters),
+        *([("elements kept or fetched ahead", _elements_ahead(optimizer), 0)] if offload.layered else []),
     ]
+
+
+def _elements_ahead(optimizer: Any) -> int:
+    """Return how many elements of weights ZeRO-3 may fetch ahead, keep for later, or have whole beside a layer."""
+    moves = optimizer.parameter_offload
+    limits = moves._prefetch_bucket_sz, moves._max_reuse_distance_in_numel, moves._max_available_parameters_in_numel
+    return sum(int(limit) for limit in limits)
 
 
 def _groups_in_memory(optimizer: Any) -> object:

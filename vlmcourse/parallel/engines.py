@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vlmcourse.config import ParallelConfig, TrainConfig
-from vlmcourse.deepspeed_config import Run, load_deepspeed_json, resolve_deepspeed
+from vlmcourse.deepspeed_config import Run, load_deepspeed_json, read_offload, resolve_deepspeed
 from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.accelerated import start_through_accelerate
@@ -38,6 +38,7 @@ from vlmcourse.parallel.engine_places import check_after_step, check_engine_offl
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.verify import check_equal_weights
 from vlmcourse.presets import VLMShape
+from vlmcourse.state_offload import OffloadConfig
 
 
 def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -83,6 +84,12 @@ def choose_deepspeed_settings(config: TrainConfig, world_size: int, hidden_size:
     if not path:
         return build_deepspeed_settings(config)
     return resolve_deepspeed(load_deepspeed_json(path), Run(config, world_size, hidden_size), where=path)
+
+
+def choose_offload(config: TrainConfig) -> OffloadConfig:
+    """Return what a run moves off the device: by its section [offload], or by its file `parallel.deepspeed_config`."""
+    path = config.parallel.deepspeed_config
+    return read_offload(load_deepspeed_json(path)) if path else config.offload
 
 
 class EngineOptimizer:
@@ -157,15 +164,17 @@ def start_deepspeed(
     stage, through_accelerate = DEEPSPEED[config.parallel.strategy], config.parallel.strategy in ACCELERATE_DEEPSPEED
     hidden_size = model.shape.language.hidden_size if isinstance(model, VLM) else None
     settings = choose_deepspeed_settings(config, ranks.world_size, hidden_size)
-    optimizer = prepare_offload(optimizer, config.offload, ranks)
+    offload = choose_offload(config)
+    optimizer = prepare_offload(optimizer, offload, ranks)
+    settings["zero_force_ds_cpu_optimizer"] = False  # it is chosen already; else DeepSpeed takes none but its own
     updated_by = type(optimizer).__name__
     start = start_through_accelerate if through_accelerate else _start_directly
     engine = start(model if splits_weights(model) else model.to(ranks.device), optimizer, settings, ranks)
     check_deepspeed(engine, stage, ranks, is_chosen=bool(config.parallel.deepspeed_config))
-    if stage == 0 or through_accelerate:
+    if stage == 0:
         return engine, EngineOptimizer(engine)
-    check_engine_offload(engine, config.offload, updated_by, ranks)
-    return engine, EngineOptimizer(engine, partial(check_after_step, engine, config.offload, ranks))
+    check_engine_offload(engine, offload, updated_by, ranks)
+    return engine, EngineOptimizer(engine, partial(check_after_step, engine, offload, ranks))
 
 
 def builds_in_shards(parallel: ParallelConfig) -> bool:

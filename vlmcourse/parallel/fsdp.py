@@ -37,6 +37,7 @@ def apply_fsdp(
     prefetch: int = 0,
     are_equal: bool = False,
     offload: OffloadPolicy | None = None,
+    units: Sequence[nn.Module] | None = None,
 ) -> nn.Module:
     """Shard every parameter of `model`, one unit a transformer block and one for the rest.
 
@@ -53,6 +54,7 @@ def apply_fsdp(
         are_equal: whether the ranks of `mesh` have the same weights already; they are then neither sent nor made.
         offload: a `CPUOffloadPolicy` keeps the shards of weights and gradients in main memory, and with them whatever
             an optimizer makes of them; by default all is on the device.
+        units: what is gathered together, besides the root with all the rest; by default what `find_units` returns.
 
     Returns:
         `model`, changed in place: parameters are `DTensor`s sharded on dimension 0.
@@ -63,7 +65,7 @@ def apply_fsdp(
         backward another all-gather (ZeRO-3) and a reduce-scatter of each block's gradients; over copies also an
         all-reduce of the shards of gradients.
     """
-    units = find_units(model)
+    units = find_units(model) if units is None else units
     is_whole_vlm = type(model) is VLM  # and no stage of one, whose input may need a gradient; sharding changes the type
     mesh = mesh or share_mesh(ranks, (ranks.world_size,), ("dp_shard",))
     whole = None if are_equal else _take_from_meta(model, ranks)
@@ -162,11 +164,15 @@ def set_prefetch(units: Sequence[nn.Module], ahead: int) -> None:
 
 
 def count_wrong_prefetch(units: Sequence[nn.Module], ahead: int) -> int:
-    """Return how many of `units` do not ask for the weights of others as `set_prefetch` lets them."""
+    """Return how many of `units` do not ask for the weights of others as `set_prefetch` lets them.
+
+    A unit that asks for its own in backward asks for no other's: see `layered.take_one_at_a_time`.
+    """
     num_wrong = 0
     for unit, forward, backward in _plan_prefetch(units, ahead):
         state = unit._get_fsdp_state()
-        found = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+        asked = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+        found = tuple([other for other in others if other is not state] for others in asked)
         num_wrong += found != tuple([other._get_fsdp_state() for other in others] for others in (forward, backward))
     return num_wrong
 

@@ -231,7 +231,10 @@ def estimate_gathered_bytes(plan: Plan, model: VLMShape, stage: int) -> int:
 
 
 def whole_bytes(plan: Plan, model: VLMShape, stage: int, *, layered: bool = False) -> int:
-    """Return what `estimate_gathered_bytes` describes; layered: the largest part alone, the root's parts apart."""
+    """Return what `estimate_gathered_bytes` describes; layered: none fetched ahead, the projector a unit.
+
+    A unit is gathered from one flat buffer, so for a moment it is there twice, before it has a gradient.
+    """
     split, language, vision = find_split(plan, model), model.language, model.vision
     root: list[tuple[str, int]] = []
     units: list[tuple[str, int]] = []
@@ -242,7 +245,7 @@ def whole_bytes(plan: Plan, model: VLMShape, stage: int, *, layered: bool = Fals
     if stage == 0:
         root.append(("vision", shapes.count_vision_embedding_params(vision)))
     if stage == split.fusion_stage:
-        root.append(("projector", shapes.count_projector_params(model)))
+        (units if layered else root).append(("projector", shapes.count_projector_params(model)))
     if stage == split.num_stages - 1:
         root.append(("language", language.hidden_size))  # the final norm
     if stage in (split.fusion_stage, split.num_stages - 1):
@@ -253,6 +256,8 @@ def whole_bytes(plan: Plan, model: VLMShape, stage: int, *, layered: bool = Fals
         gradient_bytes = 0 if tower in plan.frozen else plan.recipe.gradient_bytes
         return -(-num_params // degrees[tower]) * (copies * plan.recipe.weight_bytes + gradient_bytes)
 
-    if layered:
-        return max(held(*part, copies=1) for part in (*root, *units))
-    return sum(held(*part, copies=1) for part in root) + max(held(*unit, copies=2) for unit in units)
+    rest = sum(held(*part, copies=1) for part in root)
+    if not layered:
+        return rest + max(held(*unit, copies=2) for unit in units)
+    twice = (2 * plan.recipe.weight_bytes * -(-num_params // degrees[tower]) for tower, num_params in units)
+    return rest + max(*twice, *(held(*unit, copies=1) for unit in units))

@@ -30,7 +30,8 @@ def estimate_offloaded_memory(
       the step. Where weights are fp32 themselves, those that are updated are a second copy.
     - optimizer+parameters: the rank's shards of weights, gradients and optimizer have no room on the device at all;
       units of weights come, are gathered and go, one being fetched ahead. ZeRO-3 only.
-    - layered: the same, one unit at a time and none ahead. ZeRO-3 only.
+    - layered: the same, one unit at a time and none ahead; only position embeddings, norms and a tied embedding, which
+      are in no unit, stay beside it. ZeRO-3 only.
 
     Args:
         plan: how the ranks share the work; its `offload_optimizer` is not read. With it `estimate_rank_memory` keeps

@@ -23,7 +23,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
+from vlmcourse.monitor.peak import find_peak
+from vlmcourse.monitor.step_clock import PHASES, tells_communication
+from vlmcourse.monitor.step_log import read_step_log
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +75,7 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
     Args:
         strategy: single, ddp or fsdp.
         nproc: ranks; one GPU each.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         overrides: further values, by name with `__` for the dot.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -92,8 +97,10 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
-        log = next(Path(folder).rglob("log.jsonl")).read_text(encoding="utf-8").splitlines()
-        result["losses"] = [json.loads(line)["loss"] for line in log]
+        log = next(Path(values["run.output_dir"]).rglob("log.jsonl"))
+        result["rows"] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        result["losses"] = [row["loss/total"] for row in result["rows"]]
+        result["steps"] = {rank: of_rank.steps for rank, of_rank in read_step_log(log.parent).items()}
     return result
 
 
@@ -109,6 +116,28 @@ def check_single() -> str:
     assert result["loss_last"] < result["loss_first"], result
     assert "cuda" in result["peak_is"].lower(), f"peak memory is {result['peak_is']!r}, not the CUDA allocator's"
     return f"loss {result['loss_first']:.3f} -> {result['loss_last']:.3f}, {result['peak_bytes'] / 2**20:.0f} MiB peak"
+
+
+def check_step_clock(strategy: str, nproc: int) -> str:
+    """Events time every step; its parts add up; waiting is told where it can be and absent elsewhere."""
+    result = train(strategy, nproc)
+    tells = tells_communication(strategy, torch.device("cuda"))
+    for rank, steps in result["steps"].items():
+        assert [record.step for record in steps] == list(range(1, NUM_STEPS + 1)), f"rank {rank}: {len(steps)} steps"
+        for record in steps:
+            parts = [getattr(record, f"{phase}_s") for phase in PHASES]
+            assert (parts[PHASES.index("communication")] is not None) == tells, record
+            assert abs(sum(part or 0.0 for part in parts) - record.step_s) < 0.01 * record.step_s, record
+            assert record.forward_s and record.backward_s and record.allocated_bytes, record
+    row = result["rows"][-1]
+    peak = find_peak(torch.device("cuda", 0), "fp32")
+    assert ("performance/mfu" in row) == (peak is not None) and row["memory/peak_reserved_gib"] > 0, row
+    # The clock's events and the log's wall clock must tell of the same steps.
+    warm = result["steps"][0][5:]
+    event_ms = 1e3 * fmean(record.step_s for record in warm)
+    wall_ms = 1e3 * fmean(later.start_s - earlier.start_s for earlier, later in pairwise(warm))
+    mfu = f"mfu {row['performance/mfu']:.4f}" if peak else "the peak of this card is not known"
+    return f"steps {event_ms:.1f} ms by events, {wall_ms:.1f} ms from start to start; {mfu}"
 
 
 def check_bf16() -> str:
@@ -476,8 +505,81 @@ def check_nvme() -> str:
     return f"largest difference of losses to one GPU {gap:.1e}"
 
 
+GPU_PROBE = """
+import json, sys, time, torch
+from vlmcourse.monitor.gpu import HardwareSampler
+from vlmcourse.monitor.nvml import GpuProbe
+device = torch.device("cuda", 0)
+probe = GpuProbe(device)
+sampler = HardwareSampler(probe, period_s=0.1)
+x = torch.randn(4096, 4096, device=device)
+until_s = time.monotonic() + 3
+while time.monotonic() < until_s:
+    for _ in range(20):
+        y = x @ x
+    torch.cuda.synchronize()
+row = sampler.take_row()
+nvml, handle = probe._nvml, probe._handle
+row["limit_watts"] = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+row["uuids"] = [str(torch.cuda.get_device_properties(device).uuid), nvml.nvmlDeviceGetUUID(handle)]
+sampler.close()
+print(json.dumps(row))
+"""
+
+
+def watch_busy_gpu(index: int) -> dict[str, Any]:
+    """Return the row of a GPU that multiplies matrices for 3 s, in a process that sees this one alone."""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": str(index), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", GPU_PROBE]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_gpu_watch(index: int) -> str:
+    """NVML sees a busy GPU: the one that torch uses, whatever its index, with use, memory, power and energy."""
+    if importlib.util.find_spec("pynvml") is None:
+        raise NotHereError("needs nvidia-ml-py")
+    row = watch_busy_gpu(index)
+    ours, nvmls = row["uuids"]
+    assert nvmls.endswith(ours.removeprefix("GPU-")), f"torch uses {ours}, NVML was asked about {nvmls}"
+    assert row["performance/gpu_util"] > 50 and row["performance/memory_used_gb"] > 0.1, row
+    assert 0 < row["hardware/gpu_watts"] < 1.2 * row["limit_watts"] and row["energy/joules_high"] > 0, row
+    missing = [key for key in ("hardware/pcie_rx_bytes_per_s", "hardware/nvlink_rx_bytes_per_s") if key not in row]
+    told = f"; this card does not tell {', '.join(missing)}" if missing else ""
+    return f"{row['performance/gpu_util']:.0f} % used, {row['hardware/gpu_watts']:.0f} W{told}"
+
+
+def check_profile(strategy: str, nproc: int) -> str:
+    """A profiled run records kernels on their streams, finds the passes they belong to, and merges its ranks."""
+    from vlmcourse.monitor.trace_activity import read_activities
+    from vlmcourse.monitor.trace_files import find_format_problems
+    from vlmcourse.monitor.trace_merge import ABOUT, MERGED_NAME, read_merged
+    from vlmcourse.monitor.trace_summary import summarise
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(strategy, nproc, run__output_dir=folder, profile__active=2)
+        trace = read_merged(next(Path(folder).rglob(MERGED_NAME)))
+    assert not (problems := find_format_problems(trace)), problems
+    gpu_rows = [row["rank"] for row in trace[ABOUT]["rows"] if row["is_gpu"]]
+    assert gpu_rows == list(range(nproc)), f"rows of GPUs of ranks {gpu_rows}"
+    for activity in read_activities(trace):
+        assert all(span["cat"] != "cpu_op" for span in activity.operators), "operators of the CPU count as computing"
+        empty = [name for name in ("forward", "backward", "optimizer") if not activity.phases[name]]
+        assert not empty, f"no kernel was launched in {empty}"
+        sent = [span["name"] for span in activity.sent if span["name"].startswith("nccl")]
+        assert bool(sent) == (nproc > 1), f"{len(sent)} kernels of NCCL on {nproc} rank(s)"
+    summary = summarise(trace)
+    assert all(0 <= of.exposed_s <= of.communication_s for of in summary.ranks), summary
+    return str(summary)
+
+
 CHECKS = (
+    Check("NVML watches the GPU that torch uses", 1, partial(check_gpu_watch, 0)),
+    Check("NVML watches the GPU that torch uses where CUDA_VISIBLE_DEVICES renumbers", 2, partial(check_gpu_watch, 1)),
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
+    Check("a step's phases are timed by events", 1, partial(check_step_clock, "single", 1)),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
     Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
     Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),
@@ -500,6 +602,8 @@ CHECKS = (
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
+    Check("phases of a step on 2 GPUs under ddp, waiting told", 2, partial(check_step_clock, "ddp", 2)),
+    Check("phases of a step on 2 GPUs under fsdp, waiting absent", 2, partial(check_step_clock, "fsdp", 2)),
     Check("zero1 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero1")),
     Check("zero2 on 2 GPUs equals one GPU", 2, lambda: check_parity("zero2")),
     *(Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_engine, strategy)) for strategy in ENGINES),
@@ -532,6 +636,9 @@ CHECKS = (
     Check("PyTorch's SyncBatchNorm spans 2 GPUs and no micro-batches", 2, check_batch_norm),
     Check("links between GPUs are measured", 2, check_links),
     Check("state of engines on one GPU is explained", 1, partial(check_zero_tables, "measure_states", 1)),
+    Check("a profiled step on one GPU shows kernels by phase", 1, lambda: check_profile("single", 1)),
+    Check("profiled steps of 2 GPUs are merged, NCCL's kernels exposed or hidden", 2, lambda: check_profile("ddp", 2)),
+    Check("profiled steps under fsdp on 2 GPUs are merged", 2, lambda: check_profile("fsdp", 2)),
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),

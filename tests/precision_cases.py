@@ -79,7 +79,7 @@ def precision_config(
 
     Args:
         strategy: one of `STRATEGIES`, or single.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         folder: where it would write.
         keeps: the section [activations].
         train: other keys of [train].

@@ -192,13 +192,13 @@ def loss_of_the_local_vocabulary() -> Iterator[None]:
 @contextlib.contextmanager
 def loss_counted_by_every_rank() -> Iterator[None]:
     """Each rank's gradient is that of the sum of all ranks' losses."""
-    real = vocabulary.vocabulary_loss_sum
+    real = vocabulary.vocabulary_losses
 
     def twice(*args: Any) -> Tensor:
         loss = real(*args)
         return 2 * loss - loss.detach()
 
-    with mock.patch("vlmcourse.train.loss.vocabulary_loss_sum", twice):
+    with mock.patch("vlmcourse.train.loss.vocabulary_losses", twice):
         yield
 
 

@@ -1,10 +1,7 @@
-"""Ledger, throughput and log files."""
+"""Ledger and throughput."""
 
 from __future__ import annotations
 
-import csv
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +11,6 @@ from torch import nn
 
 from vlmcourse.monitor import step_cost
 from vlmcourse.monitor.ledger import Ledger, measure_ledger
-from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
 from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
 
 
@@ -74,49 +70,6 @@ def test_peak_of_the_process_grows_with_what_it_holds() -> None:
     after_bytes, _ = measure_peak_bytes(torch.device("cpu"))
     assert what == "resident set size"
     assert after_bytes >= before_bytes + 0.2 * block.nbytes
-
-
-def test_logs_are_complete_after_each_row_and_readable(tmp_path: Path) -> None:
-    csv_log = CsvLogger(tmp_path / "log.csv", ["step", "loss", "exact_match"])
-    jsonl_log = JsonlLogger(tmp_path / "log.jsonl")
-    for log in (csv_log, jsonl_log):
-        log.log({"step": 1, "loss": 2.5})
-    rows = list(csv.DictReader((tmp_path / "log.csv").open()))  # before the files are closed
-    assert rows == [{"step": "1", "loss": "2.5", "exact_match": ""}]
-    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": 2.5}
-
-
-def test_csv_log_refuses_an_unannounced_column(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="surprise"):
-        CsvLogger(tmp_path / "log.csv", ["step"]).log({"step": 1, "surprise": 2})
-
-
-def test_resumed_logs_drop_rows_after_the_checkpoint_and_a_line_cut_by_a_kill(tmp_path: Path) -> None:
-    paths = (tmp_path / "log.csv", tmp_path / "log.jsonl")
-    logs = [CsvLogger(paths[0], ["step", "loss"]), JsonlLogger(paths[1])]
-    for log in logs:
-        for step in (1, 2, 3):
-            log.log({"step": step, "loss": 0.5})
-        log.close()
-    with paths[1].open("a") as file:
-        file.write('{"step": 4, "lo')
-    logs = [CsvLogger(paths[0], ["step", "loss"], keep_until_step=2), JsonlLogger(paths[1], keep_until_step=2)]
-    for log in logs:
-        log.log({"step": 3, "loss": 0.25})
-        log.close()
-    assert [(r["step"], r["loss"]) for r in csv.DictReader(paths[0].open())] == [
-        ("1", "0.5"),
-        ("2", "0.5"),
-        ("3", "0.25"),
-    ]
-    assert [json.loads(line)["step"] for line in paths[1].read_text().splitlines()] == [1, 2, 3]
-
-
-def test_a_new_run_starts_empty_logs(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 9}\n', encoding="utf-8")
-    JsonlLogger(path).close()
-    assert path.read_text() == ""
 
 
 def test_a_step_is_timed_from_and_to_moments_when_the_gpu_has_nothing_left_to_do(

@@ -423,7 +423,7 @@ def test_a_schedule_shows_each_action_when_it_ran_and_how_long_ranks_wait() -> N
 
 
 def test_actions_have_colours_of_their_own_that_differ_in_grey() -> None:
-    shown = {kind: (colour, hatch) for kind, (_, colour, hatch) in KINDS.items()}
+    shown = {kind: (style.colour, style.hatch) for kind, (_, style) in KINDS.items()}
     assert not {colour.lower() for colour, _ in shown.values()} & {colour.lower() for colour in plots.COLOURS.values()}
     plain = [kind for kind in shown if not shown[kind][1]]
     assert len({hatch for _, hatch in shown.values()}) == len(shown) - len(plain) + 1, "hatched ones differ by hatch"

@@ -27,6 +27,7 @@ from vlmcourse.parallel.mesh import Place
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train import trainer as trainer_module
 from vlmcourse.train.report import StepReport
+from vlmcourse.train.rows import RATE_NAMES
 from vlmcourse.train.trainer import Trainer
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
@@ -95,7 +96,7 @@ def test_every_step_has_the_rates_of_warm_up_and_cosine_tower_by_tower(tmp_path:
     for step, scale in enumerate(SCALES):
         expected = {tower: pytest.approx(rate * scale, rel=1e-12) for tower, rate in RATES.items()}
         assert reports[step].learning_rates == expected, step
-        assert {tower: result.history[step][f"lr_{tower}"] for tower in RATES} == expected, step
+        assert {tower: result.history[step][f"lr/{RATE_NAMES[tower]}"] for tower in RATES} == expected, step
         assert in_effect[step].keys() == dict(trainer.model.named_parameters()).keys()
         for name, rate in in_effect[step].items():
             assert rate == expected[tower_of(name)], (step, name)

@@ -185,11 +185,15 @@ def test_files_are_written_once_and_by_rank_0(folder: Path, found: list[dict[str
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints",
         "config.json",
+        "energy",
         "log.csv",
         "log.jsonl",
         "result.json",
+        "run.json",
+        "steps",
     ]
+    assert sorted(path.name for path in (run / "steps").iterdir()) == ["rank0000.jsonl", "rank0001.jsonl"]
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 6
-    assert rows[-1]["exact_match"] is not None
+    assert 0 <= rows[-1]["eval/exact_match"] <= 1
     assert (run / "checkpoints" / "latest").read_text() == "step_000006"

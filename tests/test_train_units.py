@@ -161,7 +161,7 @@ def test_a_run_learns_and_reports(tmp_path: Path) -> None:
     assert result.losses[0] == result.loss_first and result.losses[-1] == result.loss_last
     assert seen == list(range(1, 9))
     assert [row["step"] for row in result.history] == [3, 4, 6, 8]
-    assert [row["step"] for row in result.history if row["exact_match"] is not None] == [4, 8]
+    assert [row["step"] for row in result.history if "eval/exact_match" in row] == [4, 8]
     assert (result.strategy, result.world_size, result.num_steps) == ("single", 1, 8)
     assert 0 < result.train_seconds < result.seconds
     assert result.tokens_per_s > 0 and result.peak_bytes > 0

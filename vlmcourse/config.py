@@ -20,7 +20,10 @@ from vlmcourse.batch import describe_batch, effective_batch_size
 from vlmcourse.engine_rules import engine_problems
 from vlmcourse.layout import CHOICES as PARALLEL_CHOICES
 from vlmcourse.layout import ParallelConfig
+from vlmcourse.log_config import LOGGING_CHOICES, LoggingConfig
+from vlmcourse.precision_rules import PRECISIONS, precision_problems
 from vlmcourse.presets import MODELS
+from vlmcourse.profile_schedule import ProfileConfig
 from vlmcourse.recompute import POLICIES, RECOMPUTING_TOWERS, ActivationsConfig
 from vlmcourse.state_offload import CHOICES as OFFLOAD_CHOICES
 from vlmcourse.state_offload import OffloadConfig
@@ -35,13 +38,6 @@ from vlmcourse.values import (
 )
 
 TOWERS = ("vision", "projector", "language")
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16_master", "bf16_pure", "fp8")
-FP8_CUTS = {
-    "tp": "each rank sees a part of the tensor only",
-    "cp": "each rank sees its own positions of a sequence only",
-    "pp": "a pipeline pads every micro-batch to the longest of its step, and padding is looked at too",
-}
-"""Degrees under which the scales of fp8 would be others than in one process, and why."""
 LOSS_WEIGHTINGS = ("tokens", "sqrt")
 LAST_GROUPS = ("fill", "short", "drop")
 DATASETS = ("digits", "llava")
@@ -56,6 +52,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     **{f"parallel.{name}": known for name, known in PARALLEL_CHOICES.items()},
     **{f"activations.{tower}": POLICIES for tower in RECOMPUTING_TOWERS},
     **{f"offload.{name}": known for name, known in OFFLOAD_CHOICES.items()},
+    **{f"logging.{name}": known for name, known in LOGGING_CHOICES.items()},
 }
 """What texts may be of which there are a few."""
 MAX_SEED = 2**63 - 1
@@ -236,35 +233,19 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         found = [problem for section in dataclasses.fields(self) for problem in getattr(self, section.name).problems()]
         found += precision_problems(self.train.precision, self.parallel)
-        found += self.activations.contradictions(self.parallel, self.model.freeze)
         parallel = self.parallel
+        found += self.activations.contradictions(parallel, self.model.freeze)
+        found += self.profile.contradictions(self.train.num_steps)
         found += self.offload.contradictions(parallel, self.train.precision, self.train.accumulation_steps)
         found += engine_problems(parallel.strategy, self.train.precision, self.activations, parallel.deepspeed_config)
         if found:
             raise ConfigError("The training configuration", found)
-
-
-def precision_problems(precision: str, parallel: ParallelConfig) -> list[str]:
-    """Return which options of the ranks a precision does not go with, one sentence each."""
-    found = []
-    for axis, why in FP8_CUTS.items():
-        if precision == "fp8" and (degree := getattr(parallel, axis)) > 1:
-            found.append(
-                f"train.precision = 'fp8' with {axis} = {degree}: a tensor's scale comes from its largest element, "
-                f"and {why}; choose bf16, or {axis} = 1"
-            )
-    if precision in ("bf16_master", "bf16_pure") and parallel.compression != "none":
-        found.append(
-            f"train.precision = {precision!r} with parallel.compression = {parallel.compression!r}: gradients are bf16 "
-            "already; leave compression out"
-        )
-    if precision == "fp8" and parallel.strategy == "auto":
-        found.append("train.precision = 'fp8' with parallel.strategy = 'auto': it may choose tp, cp or pp; name one")
-    return found
 
 
 def check_batch(config: TrainConfig, dp_degree: int) -> None:

@@ -92,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="go on from the latest checkpoint of this run, or of the run or checkpoint in FOLDER",
     )
+    parser.add_argument(
+        "--profile",
+        action="append_const",
+        dest="overrides",
+        const="profile.active=2",
+        help="record the third and fourth step of every rank and say where the time went: short for "
+        "--set profile.active=2; the section [profile] says more",
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object on the last line")
 
 
@@ -186,9 +194,27 @@ def _train_here(args: argparse.Namespace, config: TrainConfig) -> int:
         from vlmcourse.plots import plot_training
 
         plot_training(result.history).savefig(Path(result.output_dir) / "training.png", dpi=150)
+        if config.profile.active:
+            _show_profile(config)
         _print_outcome(result.summary(), as_json=args.json)
     shutdown_ranks()
     return 0
+
+
+def _show_profile(config: TrainConfig) -> None:
+    """Print what the traces of a profiled run say, and draw its first recorded step beside them."""
+    from vlmcourse.monitor.trace_activity import read_step_spans
+    from vlmcourse.monitor.trace_merge import MERGED_NAME, read_merged
+    from vlmcourse.plots import plot_timeline
+    from vlmcourse.train.profiling import SUMMARY_NAME, profile_folder
+
+    folder = profile_folder(config)
+    if not (folder / SUMMARY_NAME).is_file():
+        return  # the traces could not be merged, and why has been said
+    trace = read_merged(folder / MERGED_NAME)
+    plot_timeline({"measured": read_step_spans(trace)}).savefig(folder / "timeline.png", dpi=150)
+    print((folder / SUMMARY_NAME).read_text(encoding="utf-8").rstrip())
+    print(f"traces, for Perfetto (ui.perfetto.dev) {MERGED_NAME}, and a picture of a step: {folder}", flush=True)
 
 
 def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:

@@ -154,6 +154,25 @@ def intersect(first: Iterable[Interval], second: Iterable[Interval]) -> tuple[In
     return tuple(common)
 
 
+def subtract(first: Iterable[Interval], second: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Return where the first of two unions of intervals, as `merge` returns them, is and the second is not."""
+    left: list[Interval] = []
+    holes = list(second)
+    at = 0
+    for start, end in first:
+        while at < len(holes) and holes[at][1] <= start:
+            at += 1
+        cut = at
+        while cut < len(holes) and holes[cut][0] < end:
+            if start < holes[cut][0]:
+                left.append((start, holes[cut][0]))
+            start = max(start, holes[cut][1])
+            cut += 1
+        if start < end:
+            left.append((start, end))
+    return tuple(left)
+
+
 def total_s(intervals: Iterable[Interval]) -> float:
     """Return the length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)

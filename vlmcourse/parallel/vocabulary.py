@@ -80,10 +80,10 @@ def hide_padding(logits_BSV: DTensor, vocab_size: int) -> DTensor:
     return DTensor.from_local(hidden_BSV, logits_BSV.device_mesh, logits_BSV.placements, run_check=False)
 
 
-def vocabulary_loss_sum(
+def vocabulary_losses(
     logits_BSV: DTensor, labels_BS: Tensor, ignore_label: int, weights_BS: Tensor | None = None
 ) -> Tensor:
-    """Add up the cross-entropy of every supervised token over a split vocabulary.
+    """Return the cross-entropy of every supervised token over a split vocabulary.
 
     Args:
         logits_BSV: [batch, seq, vocabulary], split evenly along the vocabulary over the one axis of its mesh; any float
@@ -93,7 +93,7 @@ def vocabulary_loss_sum(
         weights_BS: fp32 [batch, seq], what each token's loss is multiplied by, equal on all ranks; None is 1.
 
     Returns:
-        A plain scalar, fp32, the same on all ranks of the mesh.
+        Plain fp32 [batch, seq], 0 where nothing is supervised, the same on all ranks of the mesh.
 
     Raises:
         ValueError: if the logits are split in another way.
@@ -108,14 +108,14 @@ def vocabulary_loss_sum(
         )
     is_supervised_BS = labels_BS != ignore_label
     weights_BS = is_supervised_BS.float() if weights_BS is None else weights_BS * is_supervised_BS
-    loss = _VocabularyLossSum.apply(
+    losses_N = _VocabularyLosses.apply(
         at_least_fp32(local_BSV.flatten(0, -2)),
         labels_BS.flatten(),
         weights_BS.flatten(),
         _first_row(logits_BSV),
         mesh.get_group(),
     )
-    return cast(Tensor, loss)
+    return cast(Tensor, losses_N).view_as(labels_BS)
 
 
 def _first_row(logits_BSV: DTensor) -> int:
@@ -124,8 +124,8 @@ def _first_row(logits_BSV: DTensor) -> int:
     return mesh.get_local_rank() * (logits_BSV.shape[-1] // mesh.size())
 
 
-class _VocabularyLossSum(torch.autograd.Function):
-    """sum over tokens of log(sum over V of exp(logit)) - logit of the label, with V in parts."""
+class _VocabularyLosses(torch.autograd.Function):
+    """log(sum over V of exp(logit)) - logit of the label, with V in parts."""
 
     @staticmethod
     def forward(
@@ -143,11 +143,11 @@ class _VocabularyLossSum(torch.autograd.Function):
         dist.all_reduce(sums_2N, group=group)
         softmax_NV /= sums_2N[0][:, None]
         ctx.save_for_backward(softmax_NV, row_N1, weights_N, weights_N * is_mine_N)
-        return ((sums_2N[0].log() - sums_2N[1]) * weights_N).sum()
+        return (sums_2N[0].log() - sums_2N[1]) * weights_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax_NV, row_N1, weights_N, label_weight_N = ctx.saved_tensors
         grad_NV = softmax_NV * weights_N[:, None]
         grad_NV.scatter_add_(1, row_N1, -label_weight_N[:, None].to(grad_NV.dtype))
-        return grad_NV.mul_(grads[0]), None, None, None, None
+        return grad_NV.mul_(grads[0][:, None]), None, None, None, None

@@ -146,3 +146,31 @@ def get_device(name: str) -> DeviceSpec:
     near = difflib.get_close_matches(name, DEVICES, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(DEVICES)}, or pass a DeviceSpec"
     raise ValueError(f"There is no device {name!r}: {hint}")
+
+
+REPORTED = {
+    "Tesla T4": "t4-16",
+    "NVIDIA T4": "t4-16",
+    "Tesla V100-SXM2-16GB": "v100-32",
+    "Tesla V100-SXM2-32GB": "v100-32",
+    "NVIDIA L4": "l4-24",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA A100 80GB PCIe": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+}
+"""What a driver calls a card -> one in `DEVICES` with the same peak; its memory and links may be others. Cards that
+share half a name and not the peak, such as H100 PCIe and H100 SXM, must not be taken for each other."""
+
+
+def find_peak_flop_per_s(reported_name: str, dtype: str) -> float | None:
+    """Return the dense peak of a card by the name that its driver gives, or None where it is not known here.
+
+    Args:
+        reported_name: as `torch.cuda.get_device_name` returns it.
+        dtype: as in `DeviceSpec.peak_flop_per_s`; one without a hardware path has no peak.
+    """
+    name = REPORTED.get(reported_name)
+    return None if name is None else DEVICES[name].dense_flop_per_s.get(dtype)

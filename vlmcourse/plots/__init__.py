@@ -5,7 +5,7 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 (what is alive in a step, what recomputation saves), `memory` (bytes of state), `fragmentation` (holes between blocks),
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
-`offload` (what has to leave the device).
+`offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -36,6 +36,7 @@ from vlmcourse.plots.precision import (
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
+from vlmcourse.plots.timeline import plot_timeline
 from vlmcourse.plots.training import plot_losses, plot_training
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "plot_step_ledgers",
     "plot_strategies",
     "plot_sync",
+    "plot_timeline",
     "plot_tokens",
     "plot_towers",
     "plot_training",

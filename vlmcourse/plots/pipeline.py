@@ -14,16 +14,16 @@ from vlmcourse.parallel.layer_times import LayerTimes
 from vlmcourse.parallel.timeline import Action, bubble_fraction, makespan_s
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.plots.style import COLOURS, new_figure
+from vlmcourse.plots.timeline import PASSES, Bar, BarStyle, draw_bars
+from vlmcourse.spans import BACKWARD, FORWARD
 
 KINDS = {
-    "F": ("forward", "#BBA6E6", ""),
-    "B": ("backward", "#5A3D8A", ""),
-    "I": ("backward, activations' part", "#9C6B3F", "///"),
-    "W": ("backward, weights' part", "#E9D3AE", "..."),
+    "F": ("forward", PASSES[FORWARD]),
+    "B": ("backward", PASSES[BACKWARD]),
+    "I": ("backward, activations' part", BarStyle(colour="#9C6B3F", hatch="///")),
+    "W": ("backward, weights' part", BarStyle(colour="#E9D3AE", hatch="...")),
 }
-"""Name, colour and hatch of an action. An action is no quantity, so none of `COLOURS` stands for one."""
-DARK = ("B",)
-"""Actions on which black numbers cannot be read."""
+"""Name and look of an action."""
 
 STAGE_COLOURS = ("#A9C5C0", "#3D5A80", "#E3C9A8", "#7A4F4F")
 """Of stages, in their order: light and dark take turns."""
@@ -63,8 +63,8 @@ def plot_schedules(
     panels[-1, 0].set_xlabel("time since the first action of the step (ms)")
     kinds = {action.kind for ranks in schedules.values() for actions in ranks for action in actions}
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=name)
-        for kind, (name, colour, hatch) in KINDS.items()
+        Patch(facecolor=style.colour, hatch=style.hatch, edgecolor="white", label=name)
+        for kind, (name, style) in KINDS.items()
         if kind in kinds
     ]
     handles.append(Patch(facecolor=COLOURS["idle"], alpha=0.45, label="waiting"))
@@ -81,20 +81,16 @@ def _draw_schedule(axes: Axes, ranks: Sequence[Sequence[Action]], longest_ms: fl
     middle = (max(action.stage for actions in ranks for action in actions) + 1) / 2
     several = len({action.stage for action in ranks[0]}) > 1
     axes.barh(range(len(ranks)), 1e3 * makespan_s(ranks), height=0.8, color=COLOURS["idle"], alpha=0.45)
+    bars: list[Bar] = []
     for row, actions in enumerate(ranks):
         for action in actions:
             left, width = 1e3 * (action.start_s - start_s), 1e3 * (action.end_s - action.start_s)
             is_pale = several and action.stage < middle
-            _, colour, hatch = KINDS[action.kind]
-            edge = 0.8 if width > 0.008 * longest_ms else 0  # around a narrower bar it would hide it
-            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "lw": edge, "alpha": 0.55 if is_pale else 1}
-            axes.barh(row, width, left=left, height=0.8, **style)
-            if width > 0.016 * longest_ms:
-                ink = "white" if action.kind in DARK else "black"
-                number = str(action.microbatch)
-                axes.text(left + width / 2, row, number, ha="center", va="center", fontsize=8, color=ink)
+            style = replace(KINDS[action.kind][1], alpha=0.55 if is_pale else 1.0)
+            bars.append(Bar(row=row, start=left, width=width, style=style, text=str(action.microbatch)))
             if action.microbatch in marked:
                 axes.plot(left + width / 2, row + 0.47, marker="^", color="black", ms=3.5, clip_on=False)
+    draw_bars(axes, bars, longest_ms)
 
 
 def plot_adaptation(

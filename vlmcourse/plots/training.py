@@ -17,8 +17,8 @@ def plot_training(history: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw loss and exact match over the optimizer steps of one run.
 
     Args:
-        history: rows as in `TrainResult.history` or `log.jsonl`: `step`, `loss`, and `exact_match` (0 to 1) where the
-            model was evaluated.
+        history: rows as in `TrainResult.history` or `log.jsonl`: `step`, `loss/total`, and `eval/exact_match` (0 to 1)
+            where the model was evaluated.
 
     Returns:
         A figure: loss on the left axis (logarithmic), exact match in percent on the right one.
@@ -29,12 +29,14 @@ def plot_training(history: Sequence[Mapping[str, Any]]) -> Figure:
     if not history:
         raise ValueError("the history has no row: train for at least one step")
     figure, loss_axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    loss_axis.plot([row["step"] for row in history], [row["loss"] for row in history], color=COLOURS["loss"], lw=1.2)
+    loss_axis.plot(
+        [row["step"] for row in history], [row["loss/total"] for row in history], color=COLOURS["loss"], lw=1.2
+    )
     loss_axis.set(xlabel="optimizer step", ylabel="loss per supervised token (nats)", yscale="log")
     for formatter_of in (loss_axis.yaxis.set_major_formatter, loss_axis.yaxis.set_minor_formatter):
         formatter_of(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))  # `4`, not a power of ten
-    evaluated = [(row["step"], 100 * row["exact_match"]) for row in history if row.get("exact_match") is not None]
-    title = f"Loss {history[0]['loss']:.2f} to {history[-1]['loss']:.2f}"
+    evaluated = [(row["step"], 100 * row["eval/exact_match"]) for row in history if "eval/exact_match" in row]
+    title = f"Loss {history[0]['loss/total']:.2f} to {history[-1]['loss/total']:.2f}"
     if evaluated:
         steps, percent = zip(*evaluated, strict=True)
         match_axis = loss_axis.twinx()

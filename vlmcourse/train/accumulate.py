@@ -8,22 +8,24 @@ every strategy. Chapter 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from vlmcourse.data.samples import Batch
 from vlmcourse.layout import Layout
 from vlmcourse.monitor.metrics import TokenCount
+from vlmcourse.monitor.step_clock import StepClock, mark_tail
 from vlmcourse.parallel.apply import unwrap
 from vlmcourse.parallel.comm import sum_over_ranks
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.sync import gradient_sync, refuse_exchange, run_backward
-from vlmcourse.train.loss import TokenLoss, weight_sum
+from vlmcourse.train.loss import LossRows, TokenLoss, weight_sum
 from vlmcourse.train.precision import autocast
 
 
@@ -48,6 +50,10 @@ class Accumulation:
     """What gradients are multiplied by, but not the loss that is returned: the scale of a `LossScaler`."""
     check_silence: bool = False
     """Whether to count the collectives of the first of several micro-batches, and refuse an exchange of gradients."""
+    rows: LossRows | None = None
+    """Where the losses of single samples go; a pipeline's loss was given its own when it was built."""
+    clock: StepClock = field(default_factory=StepClock)
+    """Is told when forward and backward run; outside of a step it does not listen."""
 
 
 def accumulate_gradients(
@@ -65,7 +71,7 @@ def accumulate_gradients(
         batches: this rank's micro-batches of one optimizer step, on CPU; every rank has the same number of them. A rank
             or micro-batch without any supervised token is fine.
         ranks: this process's place.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         layout: which ranks share samples; by default each rank has its own.
         how: what else a step may do; by default all tokens weigh the same. A pipeline's loss, made when it was built,
             must have the same weighting.
@@ -96,7 +102,8 @@ def accumulate_gradients(
     if isinstance(model, PipelinedModel):
         _check_pipeline_loss(model, how)
         context = partial(autocast, precision, ranks.device)
-        loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
+        with _timed_actions(model, how.clock):
+            loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
         model.pipeline.reduce_tied_gradients()
     else:
         loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale, how)
@@ -138,20 +145,47 @@ def _run_one_by_one(
 ) -> list[Tensor]:
     """Run each micro-batch through the whole model; return their loss sums."""
     loss_sums: list[Tensor] = []
-    weighting = () if how.weighting == "tokens" else (how.weighting,)
+    weighting: tuple[Any, ...] = () if how.weighting == "tokens" else (how.weighting,)
+    if how.rows is not None and how.rows.is_open:
+        weighting = (how.weighting, how.rows)
     every = (True,) if how.every else ()
     for i, batch in enumerate(batches):
         is_last = i == len(batches) - 1
         is_watched = how.check_silence and i == 0 and not is_last and not how.every and ranks.world_size > 1
         watch = refuse_exchange(model, f"rank {ranks.rank}: micro-batch 1 of {len(batches)}")
         with watch if is_watched else nullcontext(), gradient_sync(model, is_last, *every):
-            loss_sum = micro_batch_loss_sum(model, batch.to(ranks.device), precision, *weighting)
-            run_backward(model, loss_sum * loss_scale)
+            with how.clock.phase("data_wait"):
+                batch = batch.to(ranks.device)
+            with how.clock.phase("forward"):
+                loss_sum = micro_batch_loss_sum(model, batch, precision, *weighting)
+            with how.clock.phase("backward"):
+                loss = loss_sum * loss_scale
+                mark_tail(how.clock, model, loss)
+                run_backward(model, loss)
         loss_sums.append(loss_sum.detach())
     return loss_sums
 
 
-def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str, weighting: str = "tokens") -> Tensor:
+@contextmanager
+def _timed_actions(model: PipelinedModel, clock: StepClock) -> Iterator[None]:
+    """Tell the clock when a stage runs forward and when backward, whatever else looks at the actions."""
+    pipeline = model.pipeline
+    inner = pipeline.on_action
+
+    def on_action(kind: str, microbatch: int, stage: int, run: Callable[[], Any]) -> Any:
+        with clock.phase("forward" if kind == "F" else "backward"):
+            return run() if inner is None else inner(kind, microbatch, stage, run)
+
+    pipeline.on_action = on_action if clock.is_running else inner
+    try:
+        yield
+    finally:
+        pipeline.on_action = inner
+
+
+def micro_batch_loss_sum(
+    model: nn.Module, batch: Batch, precision: str, weighting: str = "tokens", rows: LossRows | None = None
+) -> Tensor:
     """Return the sum of token losses of one micro-batch, a scalar in fp32; `batch` is on the model's device."""
     with autocast(precision, batch.input_ids_BS.device):
         logits_BSV = model(
@@ -162,7 +196,9 @@ def micro_batch_loss_sum(model: nn.Module, batch: Batch, precision: str, weighti
             sample_ids=batch.sample_ids,
         )
     take_part = getattr(unwrap(model).get_submodule("language"), "take_part", None)
-    return TokenLoss(weighting)(logits_BSV, batch.labels_BS, None if take_part is None else partial(take_part, dim=1))
+    return TokenLoss(weighting, rows)(
+        logits_BSV, batch.labels_BS, None if take_part is None else partial(take_part, dim=1)
+    )
 
 
 def sum_weights(batches: Sequence[Batch], ranks: Ranks, layout: Layout, weighting: str) -> float:

@@ -71,7 +71,7 @@ def evaluate_exact_match(
         ranks: this process's place; all ranks must call this.
         batch_size: questions that one rank, or one tp x pp group, answers at a time. A pipeline runs the vision tower
             and whole sequences of all of them at once for each new token: give it a micro-batch.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         layout: which ranks share a model; by default each has one of its own.
     Communicates: two numbers at the end; for each generated token, under fsdp an all-gather of all weights, under tp
         the exchanges of a forward pass, under pp what `generate_in_pipeline` says.

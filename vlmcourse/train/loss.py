@@ -13,7 +13,7 @@ in internvl_chat_finetune.py); Chen et al. 2024, InternVL 2.5 (arXiv:2412.05271)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmcourse.data.samples import IGNORE_LABEL
 from vlmcourse.parallel.comm import at_least_fp32
-from vlmcourse.parallel.vocabulary import vocabulary_loss_sum
+from vlmcourse.parallel.vocabulary import vocabulary_losses
 
 
 def check_loss(loss: object) -> Tensor:
@@ -45,12 +45,24 @@ def check_loss(loss: object) -> Tensor:
     )
 
 
+@dataclass
+class LossRows:
+    """The loss of each sample of a step's micro-batches, in their order, while somebody asks for it."""
+
+    is_open: bool = False
+    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of each micro-batch: weighted sums of token losses, and sums of weights, both [batch], of this rank's positions.
+    Detached, on the device."""
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """What a micro-batch contributes to the loss of its step, under one weighting of tokens; call it as a function."""
 
     weighting: str = "tokens"
     """tokens (all weigh 1) or sqrt (see `token_weights`)."""
+    rows: LossRows | None = field(default=None, compare=False, repr=False)
+    """Where the losses of single samples go."""
 
     def __call__(
         self, logits_BSV: Tensor, labels_BS: Tensor, take_part: Callable[[Tensor], Tensor] | None = None
@@ -69,7 +81,13 @@ class TokenLoss:
         if take_part is not None:
             labels_BS = take_part(labels_BS)
             weights_BS = None if weights_BS is None else take_part(weights_BS)
-        return token_loss_sum(logits_BSV, labels_BS, weights_BS)
+        if self.rows is None or not self.rows.is_open:
+            return token_loss_sum(logits_BSV, labels_BS, weights_BS)
+        losses_BS = token_losses(logits_BSV, labels_BS, weights_BS)
+        if weights_BS is None:
+            weights_BS = token_weights(labels_BS, "tokens")
+        self.rows.found.append((losses_BS.detach().sum(dim=1), weights_BS.sum(dim=1)))
+        return losses_BS.sum()
 
 
 def token_weights(labels_BS: Tensor, weighting: str) -> Tensor:
@@ -101,7 +119,12 @@ def weight_sum(labels_BS: Tensor, weighting: str) -> float:
 
 
 def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
-    """Add up the cross-entropy of every supervised token of one micro-batch.
+    """Add up what `token_losses` returns: a scalar, fp32; 0, with zero gradients, where no token is supervised."""
+    return token_losses(logits_BSV, labels_BS, weights_BS).sum()
+
+
+def token_losses(logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor | None = None) -> Tensor:
+    """Return the cross-entropy of every token of one micro-batch.
 
     Args:
         logits_BSV: [batch, seq, vocabulary], any float type; computed in fp32 (or float64, where they are that). Under
@@ -110,14 +133,11 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor | N
         weights_BS: fp32 [batch, seq], what each token's loss is multiplied by; None is 1.
 
     Returns:
-        A scalar, fp32; 0, with zero gradients, where no token is supervised. Under tensor parallelism all ranks of the
-        axis have the same.
-    Communicates: nothing, or what `vocabulary_loss_sum` does.
+        fp32 [batch, seq]; 0 where nothing is supervised. Under tensor parallelism all ranks of the axis have the same.
+    Communicates: nothing, or what `vocabulary_losses` does.
     """
     if isinstance(logits_BSV, DTensor):
-        return vocabulary_loss_sum(logits_BSV, labels_BS, IGNORE_LABEL, weights_BS)
+        return vocabulary_losses(logits_BSV, labels_BS, IGNORE_LABEL, weights_BS)
     logits_NV, labels_N = at_least_fp32(logits_BSV.flatten(0, 1)), labels_BS.flatten()
-    if weights_BS is None:
-        return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="sum")
-    losses_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="none")
-    return (losses_N * weights_BS.flatten()).sum()
+    losses_BS = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_LABEL, reduction="none").view_as(labels_BS)
+    return losses_BS if weights_BS is None else losses_BS * weights_BS

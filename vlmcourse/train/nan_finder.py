@@ -82,7 +82,7 @@ def find_nonfinite(
     Args:
         model: a plain model, or one in DDP, on the device of `batch`; its gradients stay as they are.
         batch: one micro-batch.
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         loss_scale: what the loss is multiplied by before backward, as a `LossScaler` does it.
         loss_of: the loss to look into; by default the course's sum over supervised tokens.
 

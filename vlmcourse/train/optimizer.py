@@ -43,7 +43,7 @@ def build_optimizer(
         model: already distributed, so that moments are made for shards where weights are shards.
         config: rates by tower, decay and betas.
         shards_state: whether each rank keeps the moments of some parameters only (zero1).
-        precision: one of `config.PRECISIONS`; bf16 weights get a `LowPrecisionAdamW`.
+        precision: one of `precision_rules.PRECISIONS`; bf16 weights get a `LowPrecisionAdamW`.
         seed: of what that one rounds at random.
 
     Returns:

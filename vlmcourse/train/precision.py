@@ -26,8 +26,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from vlmcourse.config import PRECISIONS, TrainConfig
+from vlmcourse.config import TrainConfig
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.precision_rules import PRECISIONS
 from vlmcourse.train.fp8 import convert_to_fp8
 from vlmcourse.train.scaler import LossScaler
 
@@ -67,7 +68,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     """Return the context that a forward pass runs in.
 
     Args:
-        precision: one of `config.PRECISIONS`.
+        precision: one of `precision_rules.PRECISIONS`.
         device: where it runs.
 
     Raises:

@@ -1,39 +1,34 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
-Only rank 0 shows and writes anything. Files of a run, in `output_dir/name`: `config.json`, `log.csv`, `log.jsonl`,
-`result.json` and `checkpoints/`. A new run never overwrites an earlier one of the same name: that is moved aside.
+Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware
+and versions), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`;
+every rank has a file of its own in `steps/` (see `run_monitor.py`) and in `energy/`. A new run never overwrites an
+earlier one of the same name: that is moved aside.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from vlmcourse.config import TOWERS, TrainConfig
-from vlmcourse.monitor.loggers import CsvLogger, JsonlLogger
-from vlmcourse.monitor.metrics import TokenCount
+from vlmcourse.config import TrainConfig
+from vlmcourse.layout import Layout
+from vlmcourse.monitor.gpu import watch_hardware
+from vlmcourse.monitor.hardware import describe_hardware
+from vlmcourse.monitor.loggers import RunInfo, RunLoggers, build_loggers, read_rows
+from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
+from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.train.evaluate import ExactMatch
 from vlmcourse.train.folder import check_run_folder, move_aside, run_folder
-
-COLUMNS = (
-    "step",
-    "loss",
-    "grad_norm",
-    *(f"lr_{tower}" for tower in TOWERS),
-    "tokens_per_s",
-    "text_tokens_per_s",
-    "visual_tokens_per_s",
-    "supervised_tokens_per_s",
-    "exact_match",
-    "seconds",
-)
+from vlmcourse.train.rows import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,72 @@ class TrainResult:
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in ("losses", "history")}
 
 
+class RunTotals:
+    """What the steps of one call to `fit` add up to."""
+
+    def __init__(self) -> None:
+        """Begin now."""
+        self.losses: list[float] = []
+        self.throughput = Throughput()
+        self._train_seconds, self._num_steps, self._started_s = 0.0, 0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the beginning."""
+        return time.perf_counter() - self._started_s
+
+    def add(self, step: StepReport) -> None:
+        """Count one step."""
+        self.losses.append(step.loss)
+        self.throughput.add(step.tokens, step.seconds)
+        self._train_seconds, self._num_steps = self._train_seconds + step.seconds, step.step
+
+    def summarise(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        layout: Layout,
+        *,
+        strategy: str,
+        exact: ExactMatch,
+        global_batch_size: int,
+        history: list[dict[str, Any]],
+    ) -> TrainResult:
+        """Return what a run of one step or more came to; all ranks must call this.
+
+        Args:
+            config: the run.
+            ranks: this process's place.
+            layout: the degrees of the run.
+            strategy: as it was settled.
+            exact: of the last evaluation.
+            global_batch_size: samples of one optimizer step.
+            history: the logged rows.
+        Communicates: an all-reduce of 8 bytes.
+        """
+        seconds = self.seconds
+        peak_bytes, peak_is = measure_peak_bytes(ranks.device)
+        return TrainResult(
+            loss_first=self.losses[0],
+            loss_last=self.losses[-1],
+            exact_match=exact.fraction,
+            tokens_per_s=self.throughput.mean().total,
+            peak_bytes=round(max_over_ranks([peak_bytes], ranks)[0]),
+            peak_is=peak_is,
+            strategy=strategy,
+            layout=str(layout),
+            world_size=ranks.world_size,
+            seconds=seconds,
+            train_seconds=self._train_seconds,
+            num_steps=self._num_steps,
+            global_batch_size=global_batch_size,
+            num_questions=exact.num_questions,
+            output_dir=str(run_folder(config)),
+            losses=self.losses,
+            history=history,
+        )
+
+
 class RunReport:
     """Progress bar, logs and history of one run; on ranks other than 0 it only keeps the history."""
 
@@ -116,25 +177,38 @@ class RunReport:
         """
         self.folder = run_folder(config)
         self.history: list[dict[str, Any]] = []
-        self._is_main = ranks.is_main
-        self._loggers: list[CsvLogger | JsonlLogger] = []
+        self._ranks, self._is_main = ranks, ranks.is_main
+        self._loggers = RunLoggers([], self.say)
         self._bar: tqdm[Any] | None = None
-        if not self._is_main:
-            return
+        if self._is_main:
+            self._open(config, start_step, continues=continues)
+            if show_progress:
+                # On stdout: anything on stderr fails a graded notebook cell.
+                self._bar = tqdm(
+                    total=config.train.num_steps, initial=start_step, unit="step", file=sys.stdout, mininterval=0.5
+                )
+        every_s = config.logging.hardware_every_s
+        self._sampler = watch_hardware(ranks, self.folder, every_s, self.say, continues=continues)
+
+    def _open(self, config: TrainConfig, start_step: int, *, continues: bool) -> None:
+        """Make the run's folder, and start what is written to it."""
         check_run_folder(config, is_resumed=continues)
         if not continues:
             move_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self.folder / "config.json", dataclasses.asdict(config))
-        jsonl_path, keep = self.folder / "log.jsonl", start_step or None
-        csv_log = CsvLogger(self.folder / "log.csv", COLUMNS, keep_until_step=keep)
-        self._loggers = [csv_log, JsonlLogger(jsonl_path, keep_until_step=keep)]
-        self.history = [json.loads(line) for line in jsonl_path.read_text(encoding="utf-8").splitlines()]
-        if show_progress:
-            # On stdout: anything on stderr fails a graded notebook cell.
-            self._bar = tqdm(
-                total=config.train.num_steps, initial=start_step, unit="step", file=sys.stdout, mininterval=0.5
-            )
+        whole_config, hardware = dataclasses.asdict(config), describe_hardware(self._ranks)
+        _write_json(self.folder / "config.json", whole_config)
+        _write_json(self.folder / "run.json", {"hardware": hardware})
+        self.history = read_rows(self.folder, start_step)
+        info = RunInfo(
+            name=config.run.name,
+            folder=self.folder,
+            config=whole_config,
+            hardware=hardware,
+            keep_until_step=start_step or None,
+        )
+        self._loggers = build_loggers(config.logging, COLUMNS, self.say)
+        self._loggers.start(info)
 
     def show(self, loss: float, tokens_per_s: float) -> None:
         """Move the progress bar by one step."""
@@ -147,24 +221,12 @@ class RunReport:
         if self._is_main:
             tqdm.write(text, file=sys.stdout)
 
-    def log(self, step: StepReport, rate: TokenCount, exact_match: float | None, seconds: float) -> None:
-        """Add one row to the history and the log files.
-
-        Args:
-            step: the step it describes.
-            rate: tokens per second since the last row.
-            exact_match: 0 to 1, or None where this step was not evaluated.
-            seconds: wall time since the run (or its resumed part) began.
-        """
-        # A step that was skipped because gradients overflowed has no norm; JSON has no infinity.
-        norm = step.grad_norm if math.isfinite(step.grad_norm) else None
-        row: dict[str, Any] = {"step": step.step, "loss": step.loss, "grad_norm": norm}
-        row |= {f"lr_{tower}": rate_of for tower, rate_of in step.learning_rates.items()}
-        row |= {"tokens_per_s": rate.total, "text_tokens_per_s": rate.text, "visual_tokens_per_s": rate.visual}
-        row |= {"supervised_tokens_per_s": rate.supervised, "exact_match": exact_match, "seconds": seconds}
+    def log(self, row: dict[str, Any]) -> None:
+        """Add one row, as `rows.build_row` returns it, and what the hardware did, to the history and the log files."""
+        if self._sampler is not None:
+            row = row | self._sampler.take_row()
         self.history.append(row)
-        for log in self._loggers:
-            log.log(row)
+        self._loggers.log(row)
 
     def finish(self, result: TrainResult) -> None:
         """Write the result."""
@@ -175,8 +237,11 @@ class RunReport:
         """Close files and progress bar; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-        for log in self._loggers:
-            log.close()
+        if self._sampler is not None:
+            sampler, self._sampler = self._sampler, None
+            if problem := sampler.finish(self.folder, self._ranks.rank):
+                self.say(problem)
+        self._loggers.close()
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -26,10 +26,9 @@ from vlmcourse.data.tokenizer import load_tokenizer
 from vlmcourse.layout import DEEPSPEED, SHARDED, sequence_multiple
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.models.vlm import VLM, build_model
-from vlmcourse.monitor.metrics import Throughput, measure_peak_bytes
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
 from vlmcourse.parallel.apply import apply_strategy
-from vlmcourse.parallel.comm import max_over_ranks, wait_for_all
+from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.engines import (
     EngineOptimizer,
     build_sharded,
@@ -57,7 +56,10 @@ from vlmcourse.train.optimizer import (
     set_learning_rates,
 )
 from vlmcourse.train.precision import build_scaler, check_precision, forbid_tf32, prepare_weights
-from vlmcourse.train.report import RunReport, StepReport, TrainResult
+from vlmcourse.train.profiling import profiled
+from vlmcourse.train.report import RunReport, RunTotals, StepReport, TrainResult
+from vlmcourse.train.rows import build_row
+from vlmcourse.train.run_monitor import RunMonitor
 from vlmcourse.train.seed import seed_step
 
 logger = logging.getLogger(__name__)
@@ -105,6 +107,8 @@ class Trainer:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)
         self.place = find_place(self.parallel, self.ranks, self.shape)
         activations = plan_activations(config, self.parallel, self.shape)
+        self.monitor = RunMonitor(config, self.parallel.strategy, self.shape, self.place.layout, self.ranks)
+        """What this rank measures of its own steps."""
         forbid_tf32()
         plain = plain if plain is not None else self._build_model()
         self._load_data(train_data, eval_data)
@@ -142,7 +146,7 @@ class Trainer:
         config = self.config
         freeze_towers(plain, config.model.freeze)
         prepare_weights(plain, config, self.ranks.device)
-        loss_sum = TokenLoss(config.train.loss_weighting)
+        loss_sum = TokenLoss(config.train.loss_weighting, self.monitor.meter.loss_rows)
         options = {"precision": config.train.precision, "seed": config.run.seed}
         self.model: torch.nn.Module
         self.optimizer: Any
@@ -201,41 +205,63 @@ class Trainer:
                 scaler skips the step instead where gradients overflowed.
         Communicates: see `accumulate_gradients` and `clip_gradients`; with `parallel.adaptive` see `step_done` too.
         """
-        started_s = time.perf_counter()
-        config = self.config.train
+        with self.monitor.step(self.step + 1):
+            report, batches = self._make_step()
+        self.monitor.step_done(self.step, batches)
+        if self.scheduler is not None:
+            report = dataclasses.replace(report, decision=str(self.scheduler.step_done() or ""))
+        for after in self.after_step:
+            after(self, report)
+        return report
+
+    def _make_step(self) -> tuple[StepReport, list[Batch]]:
+        """Make a step; return what happened, and this rank's micro-batches."""
+        started_s, config, clock = time.perf_counter(), self.config.train, self.monitor.clock
         seed_step(self.config.run.seed, self.step, self.place.dp_rank)
         self.model.train()
-        batches = self.load_step(self.step)
-        self.optimizer.zero_grad(set_to_none=True)
+        with clock.phase("data_wait"):
+            batches = self.load_step(self.step)
+        with clock.phase("optimizer"):
+            self.optimizer.zero_grad(set_to_none=True)
         scale = self.scaler.scale
         how = Accumulation(
             weighting=config.loss_weighting,
             every=self.parallel.gradient_sync == "every",
             grad_scale=self.scaler.grad_scale,
             check_silence=not self._is_checked,
+            rows=self.monitor.meter.loss_rows,
+            clock=clock,
         )
         done = accumulate_gradients(self.model, batches, self.ranks, config.precision, self.place.layout, how)
         self._is_checked = self._is_checked or len(batches) > 1
-        is_finite = self.scaler.unscale(self.model)
-        grad_norm = clip_gradients(self.model, config.max_grad_norm)
-        lr_scale = learning_rate_scale(
-            self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
-        )
-        learning_rates = set_learning_rates(self.optimizer, lr_scale)
+        with clock.phase("optimizer"):
+            is_finite = self.scaler.unscale(self.model)
+            self.monitor.meter.see_gradients(self.model, self.optimizer)
+            grad_norm = clip_gradients(self.model, config.max_grad_norm)
+            lr_scale = learning_rate_scale(
+                self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
+            )
+            learning_rates = set_learning_rates(self.optimizer, lr_scale)
         for hook in self.before_update:
             hook(self)
-        if is_finite:
-            grad_norm = self._update(grad_norm)
-        self.scaler.update()
+        with clock.phase("optimizer"):
+            if is_finite:
+                grad_norm = self._update(grad_norm)
+                self.monitor.meter.see_update(self.model, self.optimizer)
+            self.scaler.update()
         self.step += 1
         seconds = time.perf_counter() - started_s
-        decision = str((self.scheduler and self.scheduler.step_done()) or "")
         report = StepReport(
-            self.step, done.loss, grad_norm, learning_rates, done.tokens, seconds, decision, scale, not is_finite
+            self.step,
+            done.loss,
+            grad_norm,
+            learning_rates,
+            done.tokens,
+            seconds,
+            loss_scale=scale,
+            skipped=not is_finite,
         )
-        for after in self.after_step:
-            after(self, report)
-        return report
+        return report, batches
 
     def _update(self, grad_norm: float) -> float:
         """Let the optimizer step if the norm of the gradient is finite; return the norm."""
@@ -248,6 +274,7 @@ class Trainer:
             raise RuntimeError(explain_nonfinite(found, self.ranks, self.config.train.precision))
         return grad_norm
 
+    @profiled
     def fit(self) -> TrainResult:
         """Train from the present step to the last; save, evaluate and log on the way.
 
@@ -259,8 +286,7 @@ class Trainer:
         """
         config = self.config.train
         check_steps_left(self.config, self.step)
-        started_s, train_seconds = time.perf_counter(), 0.0
-        throughput, losses, exact = Throughput(), [], ExactMatch(0, 0)
+        totals, exact = RunTotals(), ExactMatch(0, 0)
         report = RunReport(
             self.config,
             self.ranks,
@@ -270,60 +296,39 @@ class Trainer:
         )
         self._continues = True
         wait_for_all(self.ranks)  # no rank may write to the run's folder before rank 0 has made it
+        self.monitor.open(report.folder, self.step)
         try:
             while self.step < config.num_steps:
                 step = self.train_step()
-                losses.append(step.loss)
-                train_seconds += step.seconds
-                throughput.add(step.tokens, step.seconds)
-                report.show(step.loss, throughput.mean().total)
+                totals.add(step)
+                report.show(step.loss, totals.throughput.mean().total)
                 if step.decision:
                     report.say(step.decision)
                 if self._is_due(config.checkpoint_every):
-                    self.save()  # first: an evaluation that fails must not lose the steps before it
+                    with self.monitor.event("checkpoint", self.step):
+                        self.save()  # first: an evaluation that fails must not lose the steps before it
                 evaluated = self._is_due(config.eval_every)
                 if evaluated:
-                    exact = self.evaluate()
+                    with self.monitor.event("evaluation", self.step):
+                        exact = self.evaluate()
                 if evaluated or self._is_due(config.log_every):
-                    seconds = time.perf_counter() - started_s
-                    report.log(step, throughput.take_recent(), exact.fraction if evaluated else None, seconds)
-            seconds = time.perf_counter() - started_s
-            result = self._summarise(losses, exact, throughput, seconds, train_seconds, report)
+                    with self.monitor.event("log", self.step):
+                        rate, matched = totals.throughput.take_recent(), exact.fraction if evaluated else None
+                        report.log(build_row(step, rate, totals.seconds, matched, self.monitor.meter.measure()))
+            result = totals.summarise(
+                self.config,
+                self.ranks,
+                self.place.layout,
+                strategy=self.parallel.strategy,
+                exact=exact,
+                global_batch_size=self.global_batch_size,
+                history=report.history,
+            )
             report.finish(result)
         finally:
+            self.monitor.close()
             report.close()
         return result
-
-    def _summarise(
-        self,
-        losses: list[float],
-        exact: ExactMatch,
-        throughput: Throughput,
-        seconds: float,
-        train_seconds: float,
-        report: RunReport,
-    ) -> TrainResult:
-        """Return what a run came to; all ranks must call this."""
-        peak_bytes, peak_is = measure_peak_bytes(self.ranks.device)
-        return TrainResult(
-            loss_first=losses[0],
-            loss_last=losses[-1],
-            exact_match=exact.fraction,
-            tokens_per_s=throughput.mean().total,
-            peak_bytes=round(max_over_ranks([peak_bytes], self.ranks)[0]),
-            peak_is=peak_is,
-            strategy=self.parallel.strategy,
-            layout=str(self.place.layout),
-            world_size=self.ranks.world_size,
-            seconds=seconds,
-            train_seconds=train_seconds,
-            num_steps=self.step,
-            global_batch_size=self.global_batch_size,
-            num_questions=exact.num_questions,
-            output_dir=str(run_folder(self.config)),
-            losses=losses,
-            history=report.history,
-        )
 
     def evaluate(self) -> ExactMatch:
         """Answer every held-out question and compare with the right answers; all ranks must call this.

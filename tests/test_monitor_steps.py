@@ -1,0 +1,429 @@
+"""Where the time of a step goes: the clock's phases, waits for other ranks, the file of each rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import build_trainer, parity_config
+from ranks import run_worker
+from ranks_worker import config_in
+from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, config_of
+
+from vlmcourse.config import parse_config
+from vlmcourse.layout import DEEPSPEED, SHARDED
+from vlmcourse.monitor import peak, step_clock, step_log, waits
+from vlmcourse.monitor.peak import Peak, find_peak
+from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
+from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
+from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.planner.flops import Work, count_step_flops
+from vlmcourse.precision_rules import PRECISIONS
+from vlmcourse.train import row_meter
+from vlmcourse.train.report import StepReport
+from vlmcourse.train.rows import TOWER_NAMES
+
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+PARTS = [f"{phase}_s" for phase in PHASES]
+
+
+class FakeTime:
+    """A clock that moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now_s)
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def parts_of(times: StepTimes) -> dict[str, float]:
+    return {name.removesuffix("_s"): value for name, value in vars(times).items() if name != "step_s"}
+
+
+def test_a_moment_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+    with clock.step():
+        fake.pass_s(1)
+        with clock.phase("data_wait"):
+            fake.pass_s(2)
+        with clock.phase("forward"):
+            fake.pass_s(4)
+            with clock.phase("communication"):
+                fake.pass_s(8)
+                with clock.phase("communication"):
+                    fake.pass_s(16)
+            fake.pass_s(32)
+        with clock.phase("backward"):
+            fake.pass_s(64)
+            clock.turn("communication")
+            fake.pass_s(128)
+        with clock.phase("optimizer"):
+            fake.pass_s(256)
+        fake.pass_s(512)
+    (times,) = clock.take()
+    expected = {"data_wait": 2, "forward": 36, "backward": 64, "communication": 152, "optimizer": 256, "other": 513}
+    assert parts_of(times) == expected
+    assert times.step_s == 1023 and times.own_s == 1023 - 152
+    assert clock.take() == [] and not clock.is_running
+
+
+def test_outside_of_a_step_and_after_one_that_failed_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+    with clock.phase("forward"):
+        clock.turn("communication")
+    with pytest.raises(ZeroDivisionError), clock.step(), clock.phase("forward"):
+        fake.pass_s(1)
+        raise ZeroDivisionError
+    assert clock.take() == [] and not clock.is_running
+    with clock.step():
+        fake.pass_s(2)
+    assert [times.step_s for times in clock.take()] == [2]
+
+
+class FakeEvent:
+    """A CUDA event whose moment comes when the GPU has got there."""
+
+    gpu_s = 0.0
+    done_s = -1.0
+
+    def record(self, stream: object) -> None:
+        self.at_s = FakeEvent.gpu_s
+
+    def query(self) -> bool:
+        return self.at_s <= FakeEvent.done_s
+
+    def synchronize(self) -> None:
+        FakeEvent.done_s = max(FakeEvent.done_s, self.at_s)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query() or FakeEvent.done_s >= end.at_s, "an event was read before it had come"
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_on_a_gpu_a_step_is_read_when_its_events_have_come_and_nothing_waits_for_them() -> None:
+    FakeEvent.gpu_s, FakeEvent.done_s = 0.0, -1.0
+    with (
+        mock.patch.object(torch.cuda, "Event", lambda enable_timing: FakeEvent()),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: "the stream"),
+    ):
+        clock = StepClock(torch.device("cuda", 0))
+        for length_s in (1.0, 2.0):
+            with clock.step(), clock.phase("forward"):
+                FakeEvent.gpu_s += length_s
+            if length_s == 1.0:
+                assert clock.take() == []
+                FakeEvent.done_s = 1.0
+        assert [times.forward_s for times in clock.take()] == [1.0]
+        assert clock.take() == [] and [times.forward_s for times in clock.take(wait=True)] == [2.0]
+        with clock.step():
+            assert clock.sees_this_thread()
+            seen: list[bool] = []
+            thread = threading.Thread(target=lambda: seen.append(clock.sees_this_thread()))
+            thread.start()
+            thread.join()
+            assert seen == [True]  # backward runs in another thread, on the same stream
+            with mock.patch.object(torch.cuda, "current_stream", lambda device: "another"):
+                assert not clock.sees_this_thread()
+
+
+def test_where_a_wait_is_between_streams_communication_is_absent_and_not_zero() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    for strategy in (*SHARDED, *DEEPSPEED):
+        assert not tells_communication(strategy, gpu) and tells_communication(strategy, cpu)
+    assert all(tells_communication(strategy, gpu) for strategy in ("single", "ddp", "zero1", "accelerate-ddp"))
+    clock = StepClock(tells_communication=False)
+    with clock.step(), waits.watch_waits(clock):
+        pass
+    (times,) = clock.take()
+    assert times.communication_s is None and times.own_s is None
+
+
+def test_waits_of_other_threads_are_not_the_steps() -> None:
+    clock, calls = StepClock(), []
+    watched = waits._counted(lambda: calls.append(1), clock)
+    with clock.step(), mock.patch.object(clock, "phase", side_effect=clock.phase) as phase:
+        thread = threading.Thread(target=watched)
+        thread.start()
+        thread.join()
+        assert phase.call_count == 0
+        watched()
+        assert phase.call_count == 1
+    assert calls == [1, 1]
+
+
+def test_what_is_watched_is_put_back() -> None:
+    before = dist.Work.wait, waits.functional.wait_tensor
+    with mock.patch.object(dist, "is_initialized", lambda: True), waits.watch_waits(StepClock()):
+        assert dist.Work.wait is not before[0] and waits.functional.wait_tensor is not before[1]
+    assert (dist.Work.wait, waits.functional.wait_tensor) == before
+
+
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_read_up_to_its_last_whole_line_and_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+    writer = StepLogWriter(tmp_path, 0)
+    records = [StepRecord(step=i, start_s=float(i), step_s=0.5, samples=3, cpu_percent=float("nan")) for i in (1, 2, 3)]
+    for record in records:
+        writer.write(record)
+    event = EventRecord(event="checkpoint", step=2, start_s=2.5, seconds=0.25)
+    writer.write(event)
+    path = tmp_path / "steps" / "rank0000.jsonl"
+    lines = path.read_text().splitlines()  # before the file is closed
+    assert json.loads(lines[0]) == {"step": 1, "start_s": 1.0, "step_s": 0.5, "samples": 3}
+    with path.open("a") as file:
+        file.write('{"step": 4, "start_s": 4.0, "ste')
+    (log,) = read_step_log(tmp_path).values()
+    assert [record.step for record in log.steps] == [1, 2, 3] and log.events == [event]
+    writer.close()
+    writer = StepLogWriter(tmp_path, 0, keep_until_step=2)
+    writer.write(StepRecord(step=3, start_s=9.0, step_s=0.5))
+    writer.close()
+    (log,) = read_step_log(tmp_path).values()
+    assert [(record.step, record.start_s) for record in log.steps] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert log.events == [event]
+    StepLogWriter(tmp_path, 0).close()
+    assert read_step_log(tmp_path)[0].steps == []
+
+
+def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) -> None:
+    for rank, last in ((0, 5), (1, 4), (2, 2)):
+        writer = StepLogWriter(tmp_path, rank)
+        for step in range(1, last + 1):
+            writer.write(StepRecord(step=step, start_s=0.0, step_s=1.0, world_size=3 if step <= 2 else 2))
+    assert {step: list(ranks) for step, ranks in common_steps(read_step_log(tmp_path)).items()} == {
+        **dict.fromkeys((1, 2), [0, 1, 2]),
+        **dict.fromkeys((3, 4), [0, 1]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no json", "no record of a step or an event"),
+        ('{"step": 1, "start_s": 0.0}', "without step_s"),
+        ('{"step": 1, "start_s": "soon", "step_s": 1.0}', "start_s = 'soon'"),
+        ('{"event": "log", "step": 1}', "without start_s, seconds"),
+        ("[1]", "no record of a step or an event"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    StepLogWriter(tmp_path, 0).close()
+    path = tmp_path / "steps" / "rank0000.jsonl"
+    path.write_text('{"step": 1, "start_s": 0, "step_s": 1, "new_key": []}\n' + line + "\n")
+    with pytest.raises(ValueError, match="rank0000.jsonl, line 2") as caught:
+        read_step_log(tmp_path)
+    assert reason in str(caught.value)
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
+        read_step_log(tmp_path)
+
+
+def test_a_full_disk_stops_no_run_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = StepLogWriter(tmp_path, 0)
+    writer._file.close()
+    writer._file = open("/dev/full", "w")  # noqa: SIM115 (closed by close)
+    with caplog.at_level(logging.WARNING, logger=step_log.__name__):
+        for step in (1, 2, 3):
+            writer.write(StepRecord(step=step, start_s=0.0, step_s=1.0))
+        writer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/steps/rank0000.jsonl cannot be written to (No space left on device): lines of its steps are lost"
+    ]
+
+
+# --- Runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_writes_every_step_with_its_work_and_events(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "single", "run", world_size=1, num_steps=4, log_every=2, checkpoint_every=3)
+    trainer = build_trainer(config, ALONE, seed=0)
+    began_s = time.time()
+    trainer.fit()
+    (log,) = read_step_log(tmp_path / "run").values()
+    assert [record.step for record in log.steps] == [1, 2, 3, 4]
+    kinds = [(event.event, event.step) for event in log.events]
+    assert kinds == [("log", 2), ("checkpoint", 3), ("checkpoint", 4), ("evaluation", 4), ("log", 4)]
+    for step, record in enumerate(log.steps):
+        assert sum(getattr(record, part) for part in PARTS) == pytest.approx(record.step_s)
+        assert record.communication_s == 0 and record.forward_s and record.backward_s and record.optimizer_s
+        batches = trainer.load_step(step)
+        assert record.micro_batches == len(batches)
+        assert record.samples == sum(len(batch.sample_ids) for batch in batches)
+        assert record.tiles == sum(batch.pixel_values_ICHW.shape[0] for batch in batches)
+        real = sum(int(batch.attention_mask_BS.sum()) for batch in batches)
+        assert (record.text_tokens or 0) + (record.image_tokens or 0) == real
+        assert record.padding_tokens == sum(int((~batch.attention_mask_BS).sum()) for batch in batches)
+        assert record.rss_bytes and record.cpu_percent and record.allocated_bytes is None
+        assert began_s <= record.start_s <= record.start_s + record.step_s <= time.time()
+
+
+def test_a_slow_loader_is_data_wait(tmp_path: Path) -> None:
+    trainer = build_trainer(parity_config("single", 2, 1, "all towers"), ALONE, seed=0)
+    load_step = trainer.load_step
+    trainer.load_step = lambda step: (time.sleep(0.2), load_step(step))[1]  # type: ignore[method-assign]
+    trainer.train_step()
+    times = trainer.monitor.last_times
+    assert times is not None and times.data_wait_s >= 0.2
+    assert times.step_s >= 0.2 + times.forward_s + times.backward_s
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    run_worker("step_clock_worker.py", str(folder), timeout_s=240)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_sleeps_works_longer_and_the_other_one_waits(folder: Path, name: str) -> None:
+    steps = common_steps(read_step_log(folder / name))
+    assert list(steps) == [1, 2, 3]
+    for of_rank in steps.values():
+        for record in of_rank.values():
+            parts: list[Any] = [getattr(record, part) for part in PARTS]
+            assert sum(parts) == pytest.approx(record.step_s) and min(parts) >= 0
+    # All of the sleep is the slow rank's forward. The other one waits for what is left of it when its own work is done:
+    # the larger part, unless the machine is busy with other things in both of the steps.
+    assert all((steps[step][SLOW_RANK].forward_s or 0) >= SLEEP_S for step in (2, 3))
+    waits_s = [steps[step][1 - SLOW_RANK].communication_s or 0 for step in (2, 3)]
+    assert max(waits_s) >= SLEEP_S / 3
+
+
+# --- Rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of one process, by the name of the reference."""
+    folder = tmp_path_factory.mktemp("alone")
+    sizes = {"alone": 4, "alone, twice as many": 8}
+    return {name: build(config_of(folder, name, micro_batch_size=n), ALONE).fit().history for name, n in sizes.items()}
+
+
+OF_THE_RANK = ("hardware/", "energy/", "performance/gpu_util", "performance/memory_used_gb")
+"""Beginnings of the names of what each rank's sampler sees of its own device or process."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_losses_by_kind_and_norms_by_tower_are_those_of_one_process(
+    folder: Path, alone: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    rows = [json.loads((folder / f"found{rank}.json").read_text())[name]["history"] for rank in (0, 1)]
+    expected = alone[REFERENCE.get(name, "alone, twice as many")]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in expected] == [2, 3]
+    by_tower = [f"gradients/{tower}_norm" for tower in TOWER_NAMES.values()]
+    by_tower += [f"updates/{tower}_ratio" for tower in TOWER_NAMES.values()]
+    for mine, other, one in zip(*rows, expected, strict=True):
+        kinds = ("", "text_", "image_", "supervised_")
+        own_clock = {"time/seconds", *(f"performance/{kind}tokens_per_second" for kind in kinds)}
+        own = {key for key in mine if key in own_clock or key.startswith(OF_THE_RANK)}
+        assert mine.keys() == other.keys() and all(mine[key] == other[key] for key in mine.keys() - own)
+        for key in ("loss/total", "loss/vision", "loss/language", "gradients/norm"):
+            assert mine[key] == pytest.approx(one[key], rel=1e-3), key
+        if name == "deepspeed-zero1":
+            assert not any(key in mine for key in by_tower)
+            continue
+        for key in by_tower:
+            assert mine[key] == pytest.approx(one[key], rel=0.01), key
+        norms = [mine[f"gradients/{tower}_norm"] for tower in TOWER_NAMES.values()]
+        assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(mine["gradients/norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_rank_that_sleeps_is_named(folder: Path) -> None:
+    rows = [row for case in json.loads((folder / "found0.json").read_text()).values() for row in case["history"]]
+    named = [row["performance/slowest_rank"] for row in rows]
+    assert named.count(SLOW_RANK) > len(rows) / 2  # a busy machine may let another one be slower now and then
+    assert all(row["performance/rank_spread"] >= 1 for row in rows)
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision"]])
+def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: list[str]
+) -> None:
+    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: Peak(1e9, "said"))
+    config = parse_config(
+        {
+            "run": {"output_dir": str(tmp_path)},
+            "train": {"num_steps": 3, "micro_batch_size": 4, "accumulation_steps": 2, "log_every": 2},
+            "model": {"freeze": freeze},
+            "activations": {"language": "full"},
+        }
+    )
+    trainer = build(config, ALONE)
+    reports: list[StepReport] = []
+    trainer.after_step.append(lambda trainer, report: reports.append(report))
+    history = trainer.fit().history
+    trained = [tower for tower in TOWER_NAMES if tower not in freeze]
+    for row, steps in zip(history, ([0, 1], [2]), strict=True):
+        batches = [batch for step in steps for batch in trainer.load_step(step)]
+        real, executed, num_padding, num_samples = Work(), Work(), 0, 0
+        for batch in batches:
+            num_tiles = batch.pixel_values_ICHW.shape[0]
+            real += Work.of_sequences([int(mask.sum()) for mask in batch.attention_mask_BS], num_tiles)
+            executed += Work.of_sequences([len(mask) for mask in batch.attention_mask_BS], max(1, num_tiles))
+            num_padding += int((~batch.attention_mask_BS).sum())
+            num_samples += len(batch.sample_ids)
+        seconds = sum(reports[step].seconds for step in steps)
+        model = count_step_flops(trainer.shape, real, trained).model
+        hardware = count_step_flops(trainer.shape, executed, trained, {"language": "full"}).hardware
+        # Seconds of a report leave out what the monitor itself does at the beginning of a step.
+        assert row["performance/mfu"] == pytest.approx(model / seconds / 1e9, rel=0.05)
+        assert row["performance/hfu"] / row["performance/mfu"] == pytest.approx(hardware / model)
+        assert row["performance/padding_tokens_per_second"] / row["performance/samples_per_second"] == pytest.approx(
+            num_padding / num_samples
+        )
+        parts = [row[f"performance/{phase}_seconds"] for phase in PHASES]
+        assert sum(parts) == pytest.approx(row["performance/step_seconds"], rel=0.01)
+        assert row["memory/peak_rss_gib"] > 0 and "memory/peak_allocated_gib" not in row
+        absent = [f"gradients/{TOWER_NAMES[tower]}_norm" for tower in freeze]
+        assert not any(name in row for name in ("performance/slowest_rank", *absent))
+
+
+def test_a_machine_of_unknown_peak_has_no_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: None)
+    (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
+    assert "performance/mfu" not in row and "performance/hfu" not in row and row["performance/samples_per_second"] > 0
+
+
+def test_a_peak_is_of_the_datasheet_or_measured_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for name, precision, expected in (
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 67e12),  # TF32 is off
+        ("NVIDIA H100 PCIe", "bf16", None),  # another peak than the SXM card's
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
+        ("Some new card", "fp32", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = find_peak(gpu, precision)
+        assert (found and found.flop_per_s) == expected, name
+    measured = find_peak(torch.device("cpu"), "fp32")
+    assert measured is not None and measured.flop_per_s > 1e8 and measured.source.startswith("measured: ")
+    assert find_peak(torch.device("cpu"), "fp32") is measured  # once a process
+    assert find_peak(torch.device("cpu"), "fp16") is None and set(peak.DTYPES) == set(PRECISIONS)
+
+
+def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:
+    def rank(step_s: float, communication_s: float) -> dict[str, float]:
+        return {"timed": 2.0, "step_s": step_s, "communication_s": communication_s}
+
+    ranks = [rank(10, 8), rank(10, 2), rank(11, 7)]
+    assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 2.0}
+    assert row_meter._spread([*ranks, rank(10, float("nan"))]) == {} and row_meter._spread(ranks[:1]) == {}

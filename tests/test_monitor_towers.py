@@ -1,0 +1,51 @@
+"""Size of the update by tower against copies of the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from parity import build_trainer, parity_config
+
+from vlmcourse.config import TOWERS
+from vlmcourse.monitor import towers
+from vlmcourse.monitor.towers import sum_gradient_squares, sum_update_squares
+from vlmcourse.parallel.ranks import Ranks
+
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+
+
+@pytest.mark.parametrize(("precision", "chunk_elements"), [("fp32", 2**24), ("fp32", 100), ("bf16_master", 2**24)])
+def test_an_update_is_what_the_weights_changed_by(
+    precision: str, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(towers, "CHUNK_ELEMENTS", chunk_elements)
+    config = parity_config("single", 2, 1, "all towers")
+    # A decay and an eps large enough to be seen.
+    optimizer = dataclasses.replace(config.optimizer, weight_decay=5.0, eps=1e-3)
+    trainer = build_trainer(
+        dataclasses.replace(config, optimizer=optimizer, train=dataclasses.replace(config.train, precision=precision)),
+        ALONE,
+        seed=0,
+    )
+    named = dict(trainer.model.named_parameters())
+
+    def weights() -> dict[str, torch.Tensor]:
+        state = trainer.optimizer.state
+        return {name: state[p].get("master", p).detach().double().clone() for name, p in named.items()}
+
+    for _ in range(3):
+        trainer.train_step()
+    before = weights()
+    trainer.train_step()
+    after = weights()
+    updates, sizes = sum_update_squares(trainer.model, trainer.optimizer, world_size=1)
+    gradients = sum_gradient_squares(trainer.model, trainer.optimizer, world_size=1)
+    for tower in TOWERS:
+        names = [name for name in named if name.startswith(f"{tower}.")]
+        changed = sum(float((after[name] - before[name]).square().sum()) for name in names)
+        assert updates[tower] == pytest.approx(changed, rel=1e-3), tower
+        assert sizes[tower] == pytest.approx(sum(float(after[name].square().sum()) for name in names), rel=1e-5)
+        squares = [named[name].grad.double().square().sum() for name in names]  # type: ignore[union-attr]
+        assert gradients[tower] == pytest.approx(float(sum(squares)), rel=1e-5)

@@ -1,0 +1,82 @@
+"""Profile the first steps of a run as its `[profile]` section says, and say what was seen.
+
+Enters: a trainer whose configuration asks for it (`profile.active` above 0). Leaves: in the folder `profile` of the
+run, a trace a rank, `all_ranks.json` (all of them on one clock) and `summary.txt`. Chapter 6.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from vlmcourse.config import TrainConfig
+from vlmcourse.monitor.profiler import profile_steps
+from vlmcourse.monitor.trace_summary import summarise_folder
+from vlmcourse.parallel.comm import wait_for_all
+from vlmcourse.train.folder import run_folder
+from vlmcourse.values import ConfigError
+
+logger = logging.getLogger(__name__)
+PROFILE_FOLDER, SUMMARY_NAME = "profile", "summary.txt"
+"""In a run's folder, and in that one."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def profile_folder(config: TrainConfig) -> Path:
+    """Return where a run's traces lie."""
+    return run_folder(config) / PROFILE_FOLDER
+
+
+def profiled(fit: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let a trainer's `fit` record the steps that its configuration asks for; without any it runs as it is."""
+
+    @wraps(fit)
+    def run(trainer: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not trainer.config.profile.active:
+            return fit(trainer, *args, **kwargs)
+        with profile_training(trainer):
+            return fit(trainer, *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def profile_training(trainer: Any) -> Iterator[None]:
+    """Record steps of the `fit` inside; at its end rank 0 merges the traces and writes what they say.
+
+    Args:
+        trainer: a `Trainer`; its configuration's `profile` says which steps, counted from the next.
+
+    Raises:
+        ConfigError: if fewer steps are left than that takes.
+    Communicates: barriers, see `StepProfiler.step`, and one at the end.
+    """
+    config: TrainConfig = trainer.config
+    profile = config.profile
+    if found := profile.contradictions(config.train.num_steps, trainer.step):
+        raise ConfigError("This run cannot be profiled", found)
+    folder = profile_folder(config)
+    counts = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active}
+    with profile_steps(folder, **counts, ranks=trainer.ranks, first_step=trainer.step + 1) as profiler:
+        trainer.after_step.append(profiler.after_step)
+        try:
+            yield
+        finally:
+            trainer.after_step.remove(profiler.after_step)
+    wait_for_all(trainer.ranks)  # all traces are written
+    if trainer.ranks.is_main:
+        _write_summary(folder)
+
+
+def _write_summary(folder: Path) -> None:
+    """Merge and summarise; a run whose traces cannot be merged has still trained."""
+    try:
+        summary = summarise_folder(folder)
+        (folder / SUMMARY_NAME).write_text(f"{summary}\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        logger.warning("the traces in %s were not merged: %s", folder, error)

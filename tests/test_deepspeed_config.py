@@ -288,7 +288,14 @@ does not do it; leave it out",
     (
         {**zero(), "scheduler": {"type": "WarmupLR"}},
         "scheduler: a run's rates follow [optimizer] warmup_steps and \
-min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out",
+min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or write 'auto' for all of its \
+params",
+    ),
+    (
+        {**zero(), "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": 9}}},
+        "scheduler: a run's rates follow [optimizer] warmup_steps and \
+min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or write 'auto' for all of its \
+params",
     ),
     (
         {**zero(), "bf16": {"enabled": True}},
@@ -371,6 +378,32 @@ def test_what_a_file_leaves_out_of_the_run_is_the_runs() -> None:
         **{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4},
         **{"gradient_accumulation_steps": 2, "gradient_clipping": 0.0},  # DeepSpeed's own default is 1.0
     }
+
+
+def test_null_is_the_runs_value_too() -> None:
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    resolved = resolve_deepspeed({**zero(), **dict.fromkeys(names)}, make_run())
+    assert [resolved[name] for name in names] == [4, 2]
+
+
+def test_counts_that_json_has_as_8_point_0_are_whole_numbers() -> None:
+    written = {"train_batch_size": 16.0, "train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0}
+    written |= {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "steps_per_print": None}
+    resolved = resolve_deepspeed(written, make_run())
+    values = (*(resolved[name] for name in list(written)[:3]), resolved["zero_optimization"]["sub_group_size"])
+    assert [repr(value) for value in values] == ["16", "4", "2", "1000000000"]
+    [problem] = find_deepspeed_problems({**written, "train_batch_size": 7}, make_run())
+    assert "= 4 x 2 x 2 = 16" in problem
+
+
+def test_a_scheduler_that_is_all_auto_is_left_to_the_run() -> None:
+    params = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    moved = {"device": "cpu", "pin_memory": True}  # the documentation's own example has both
+    written = {**zero(offload_optimizer=moved), "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    resolved = resolve_deepspeed(written, make_run())
+    assert "scheduler" not in resolved and resolved["zero_optimization"]["offload_optimizer"] == moved
+    rows = explain_deepspeed(written, make_run(optimizer={"warmup_steps": 0}))
+    assert {row.name: row.value for row in rows}["scheduler.params.warmup_num_steps"] == 1  # as transformers has it
 
 
 def test_sizes_of_an_unknown_model_are_not_guessed() -> None:

@@ -85,6 +85,15 @@ def test_weights_are_read_one_by_one_into_several_files(
         assert torch.equal(weights[name], weight), name
 
 
+def test_a_folder_of_a_similar_name_is_left_alone(trained: tuple[Path, Trainer], tmp_path: Path) -> None:
+    notes = tmp_path / "out.partial" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine", encoding="utf-8")
+    export_hf_folder(trained[0], tmp_path / "out")
+    assert notes.is_file() and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "out").stat().st_mode == notes.parent.stat().st_mode  # as open to others as any folder
+
+
 def test_fp32_of_a_run_with_master_weights_is_the_master(tmp_path: Path) -> None:
     config = configure("single", 1, tmp_path, "run")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16_master"))

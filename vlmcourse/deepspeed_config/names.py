@@ -44,7 +44,7 @@ class Reading:
     """What a file says."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Dotted name, as in `KEYS` -> value as written, sections left out."""
+    """Dotted name, as in `KEYS` -> value as written, counts as whole numbers; sections left out."""
     sections: set[str] = field(default_factory=set)
     """Sections with something in them."""
     problems: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def _read_table(table: Mapping[str, Any], prefix: str, reading: Reading) -> None
         elif problem := _find_wrong_kind(real, key, value):
             reading.problems.append(f"{name} = {_show(value)}: {problem}")
         elif key.kind != "section":
-            reading.values[real] = value
+            reading.values[real] = as_count(real, value)
         elif value:
             reading.sections.add(real)
             if real not in OPEN:
@@ -113,6 +113,11 @@ def _find_wrong_kind(name: str, key: Key, value: object) -> str:
         return f"must be {_name_kind(key)}{'' if has_right_type or is_choice else f', not {_name_type(value)}'}"
     least, most, rule = RANGES.get(name, (float("-inf"), float("inf"), ""))
     return "" if not isinstance(value, (int, float)) or least <= value <= most else rule
+
+
+def as_count(name: str, value: Any) -> Any:
+    """Return a count as a whole number, where JSON had it as 8.0 or 1e9; anything else as it is."""
+    return int(value) if KEYS[name].kind == "count" and isinstance(value, float) else value
 
 
 def _is_kind(kind: str, value: object) -> bool:

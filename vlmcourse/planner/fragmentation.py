@@ -162,9 +162,7 @@ def play_event(allocator: CachingAllocator, event: AllocEvent) -> None:
         KeyError: if a key that is not in use is freed.
     """
     if event.kind == ALLOC:
-        # Of 0 bytes there is no block, and none to free.
-        if event.size_bytes:
-            allocator.malloc(event.key, event.size_bytes, event.label, event.stream)
+        allocator.malloc(event.key, event.size_bytes, event.label, event.stream)
     elif event.kind == FREED:
         allocator.free(event.key)
     elif event.kind == GIVE:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -156,20 +157,20 @@ def export_hf_folder(
             f"There is no folder {str(tokenizer_dir)!r}, the run's tokenizer: give its present place with --tokenizer"
         )
     _check_room(folder, weights.num_bytes)
-    partial = folder.with_name(folder.name + ".partial")
+    naming = {"prefix": f"{folder.name}.", "suffix": ".partial", "dir": folder.parent}
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
-        save_hf_folder(model, partial, tokenizer_dir, state_dict=weights, max_shard_bytes=max_shard_bytes)
-        partial.rename(folder)  # replaces an empty folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(**naming, ignore_cleanup_errors=True) as beside:  # a name that nobody has
+            partial = Path(beside) / folder.name  # inside, since only its owner can open a temporary folder
+            partial.mkdir()
+            save_hf_folder(model, partial, tokenizer_dir, state_dict=weights, max_shard_bytes=max_shard_bytes)
+            partial.rename(folder)  # replaces an empty folder
     except FileNotFoundError:
         raise
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         remedy = "free some space, or choose another disk" if full else "choose another folder"
         raise ValueError(f"{str(folder)!r} cannot be written ({error}): {remedy}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Exported(
         checkpoint=str(checkpoint),
         strategy=meta["config"]["parallel"]["strategy"],

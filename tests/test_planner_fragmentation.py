@@ -41,7 +41,7 @@ def test_a_request_that_holes_and_device_would_hold_in_sum_is_refused_and_explai
     assert (found.device_free_bytes, found.largest_free_bytes) == (4 * MIB, 9.75 * MIB)
     # Four holes of 9.75 MiB, and the four times 0.5 MiB at the ends of segments, which belong to their last blocks.
     assert found.free_bytes == 4 * 9.75 * MIB and found.is_fragmentation
-    assert "43.00 MiB were free, 39.00 MiB of them in holes and 4.00 MiB outside" in found.explain()
+    assert "43.00 MiB were free, 39.00 MiB of them in holes of its pool and 4.00 MiB outside" in found.explain()
     assert "enough in sum, and nowhere in one piece" in found.explain()
     assert len(run.reserved_bytes) == 13 and run.end_map.problems() == []
 

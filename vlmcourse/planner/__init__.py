@@ -8,7 +8,7 @@ machine. Chapters 1 and 5.
 from vlmcourse.planner.activations import Workload
 from vlmcourse.planner.hardware import DEVICES, DeviceSpec, get_device
 from vlmcourse.planner.memory import (
-    RESERVED_BYTES,
+    ALLOWANCE_BYTES,
     RankMemory,
     StateBytes,
     estimate_rank_memory,
@@ -34,7 +34,7 @@ __all__ = [
     "Decision",
     "OPTIMIZERS",
     "PRECISIONS",
-    "RESERVED_BYTES",
+    "ALLOWANCE_BYTES",
     "TRAINED",
     "DeviceSpec",
     "Link",

@@ -30,11 +30,11 @@ from vlmcourse.planner.shapes import TowerParams, count_params
 from vlmcourse.planner.validate import Problem, Verdict, check_plan
 
 __all__ = [
+    "ALLOWANCE_BYTES",
     "DEVICES",
     "Decision",
     "OPTIMIZERS",
     "PRECISIONS",
-    "ALLOWANCE_BYTES",
     "TRAINED",
     "DeviceSpec",
     "Link",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import lab05_1_answers
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -221,6 +223,11 @@ EXERCISE = "lab05_1"
 def test_the_notebook_asks_what_is_tested_here() -> None:
     assert stated_points(EXERCISE) == {"lab05_1_optimizer_test": 10}
     released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    shares = lab05_1.SHARE_OF_WEIGHTS, lab05_1.SHARE_OF_STATE, lab05_1.SHARE_OF_EQUALITY, lab05_1.SHARE_OF_TRAFFIC
+    chapter = Path(__file__).parents[1] / "chapters/ch05_zero_offload/ch05_zero_offload.ipynb"
+    [table] = [cell.source for cell in nbformat.read(chapter, 4).cells if cell.get("id") == "lab05_1_points"]
+    assert tuple(int(points) for points in re.findall(r"\| (\d+) \|$", table, re.M)) == shares
+    assert f"plain DDP earns {WRONG[HoldsAll][0]}." in table
     seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
     assert len(seeds) == 1 and seeds[0] not in released
     assert "HIDDEN" not in released and "loads.index" not in released

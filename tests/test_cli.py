@@ -313,6 +313,18 @@ def test_a_pipe_that_broke_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch
             cli.main(["train", TINY])
 
 
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr(sys, "stdout", None)  # as Python sets it for `vlmcourse ... >&-`
+    monkeypatch.setattr(train, "run", lambda args: 0)
+    assert cli.main(["train", TINY]) == 0
+    monkeypatch.setattr(train, "run", fail)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        cli.main(["train", TINY])
+
+
 def test_overrides_are_typed_as_toml_types_them() -> None:
     texts = ["a.i=3", "a.f = 2e-3", "a.b=true", "a.l=['x', 'y']", 'a.s="text"', "a.word=fsdp", "a.path=/tmp/a=b"]
     assert parse_overrides(texts) == {

@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as it is where a shell has closed it: `vlmcourse ... >&-`
+                sys.stdout.flush()
     except BrokenPipeError:
         if _is_read():
             raise
@@ -87,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_read() -> bool:
-    """Whether somebody still reads what goes to stdout."""
+    """Whether somebody still reads what goes to stdout; a closed one is no pipe that could have broken."""
+    if sys.stdout is None:
+        return True
     poll = select.poll()
     try:
         poll.register(sys.stdout, 0)

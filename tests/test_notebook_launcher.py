@@ -24,6 +24,7 @@ from vlmcourse.notebook.failure import (
 )
 from vlmcourse.notebook.interrupts import ignore_interrupts
 from vlmcourse.notebook.launcher import RanksResult, build_environment, reserve_port, run_ranks
+from vlmcourse.notebook.starting import DirectRank
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 60
@@ -216,6 +217,18 @@ def test_nothing_that_a_rank_started_outlives_it(ending: str, start_s: float) ->
         assert "SystemExit" not in ending
     assert time.monotonic() - started < 8 + 40 * start_s
     assert marked_processes("LAUNCHER_TEST", mark) == []
+
+
+def test_an_interrupt_at_any_moment_of_a_guards_start_reaches_its_rank_without_a_word(tmp_path: Path) -> None:
+    for index in range(12):
+        rank = DirectRank(["sleep", "30"], os.environ, tmp_path)
+        time.sleep(0.005 * index)
+        os.killpg(rank.pid, signal.SIGINT)
+        started_s = time.monotonic()
+        assert rank.wait() == -signal.SIGINT and time.monotonic() - started_s < 20
+        assert os.read(rank.output_fd, 4096) == b"", f"after {5 * index} ms"
+        rank.close_lifeline()
+        rank.close_output()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

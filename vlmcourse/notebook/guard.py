@@ -54,6 +54,9 @@ def guard_rank(folder: str) -> bool:
         os.close(wake)
         become_rank(guard)
         return True
+    if signal.SIGINT in signal.sigpending():  # it came before there was a rank
+        os.kill(rank, signal.SIGINT)
+    let_interrupts_come()
     ended = None
     while ended is None:
         ready, _, _ = select.select([LIFELINE, wake], [], [], POLL_S)
@@ -70,18 +73,24 @@ def guard_rank(folder: str) -> bool:
 
 
 def listen_for_signals() -> int:
-    """Survive the signals that are meant for the rank; return a file that becomes readable when a child ends."""
+    """Survive the signals that are meant for the rank; return a file that becomes readable when a child ends.
+
+    An interrupt stays blocked, as who starts a guard leaves it: guard and rank let it come when they are ready for it.
+    """
     wake, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
     return wake
 
 
 def become_rank(guard: int) -> None:
-    """Turn the forked child into the rank: it dies with its guard, reads nothing, and has default signals."""
+    """Turn the forked child into the rank: it dies with its guard, reads nothing, and has default signals.
+
+    An interrupt is still blocked: `let_interrupts_come`.
+    """
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
         os._exit(1)
@@ -98,11 +107,17 @@ def replace_by(command: list[str]) -> None:
     """Become the command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    let_interrupts_come()
     try:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"cannot start {command[0]!r}: {error}", flush=True)
         os._exit(CANNOT_START)
+
+
+def let_interrupts_come() -> None:
+    """Unblock SIGINT; one that has come since the guard was started arrives here."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def adopt_orphans() -> None:

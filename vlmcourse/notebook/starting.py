@@ -92,15 +92,20 @@ class DirectRank:
         Raises:
             OSError: if the machine refuses another process.
         """
-        self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(private_dir), *argv],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            bufsize=0,
-            start_new_session=True,
-        )
+        # Until the guard is ready for an interrupt, it waits: the process inherits what is blocked here.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(private_dir), *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                bufsize=0,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         assert self._popen.stdout is not None
         self.pid = self._popen.pid
         self.output_fd = self._popen.stdout.fileno()

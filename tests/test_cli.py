@@ -22,6 +22,7 @@ from vlmcourse import cli
 from vlmcourse.commands import train
 from vlmcourse.commands.train import JSON_KEYS, parse_overrides
 from vlmcourse.config import ConfigError, load_config
+from vlmcourse.notebook.failure import RankEnd, RankFailure
 from vlmcourse.planner.hf_config import hf_config_from_shape
 from vlmcourse.presets import get_model
 
@@ -311,6 +312,18 @@ def test_a_pipe_that_broke_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(BrokenPipeError, match="of a socket"):
             cli.main(["train", TINY])
+
+
+@pytest.mark.parametrize(("code", "rank"), [(2, 1), (1, 0), (1, None)])
+def test_what_a_user_can_correct_on_the_rank_that_failed_first_ends_the_run_with_2(
+    code: int, rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RankFailure("stale", rank=rank, ends=[RankEnd(0, 1, 0.0, False), RankEnd(1, 2, 0.0, False)])
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "run_ranks", fail)
+    assert cli.main([*arguments(tmp_path), "--nproc", "2"]) == code
 
 
 def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

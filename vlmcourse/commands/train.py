@@ -244,7 +244,7 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig) -> int:
             )
     except RankFailure as error:
         print(f"vlmcourse train: {error}", file=sys.stderr)
-        return 1
+        return 2 if (error.rank, 2) in [(end.rank, end.exit_code) for end in error.ends] else 1  # as that rank ended
     if args.json:
         result = run_folder(config) / "result.json"
         _print_outcome(json.loads(result.read_text(encoding="utf-8")), as_json=True)

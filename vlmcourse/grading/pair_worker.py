@@ -192,9 +192,13 @@ def load_function(answer: bytes) -> Any:
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return how a case ended that raised: the learner's own error with its places, or a wait that was in vain."""
-    tensors = [arg for arg in error.args if isinstance(arg, torch.Tensor)]
-    named = ", ".join(f"a {type(arg).__name__} of shape {list(arg.shape)}" for arg in tensors)
-    text = named or " ".join(str(error).split())
+    text = str(error)
+    if any(isinstance(arg, torch.Tensor) for arg in error.args):  # whose numbers would fill the page
+        text = ", ".join(
+            f"a {type(arg).__name__} of shape {list(arg.shape)}" if isinstance(arg, torch.Tensor) else str(arg)
+            for arg in error.args
+        )
+    text = " ".join(text.split())
     low = text.lower()
     if isinstance(error, TimeoutError):
         return {"status": "endless", "error": "", "places": places_of(error)}

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # as it is where a shell has closed it: `vlmcourse ... >&-`
                 sys.stdout.flush()
     except BrokenPipeError:
-        if _is_read():
+        if sys.stdout is None or _is_read():
             raise
         # As in `vlmcourse ... | head`: what is left must not fail once more when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,9 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_read() -> bool:
-    """Whether somebody still reads what goes to stdout; a closed one is no pipe that could have broken."""
-    if sys.stdout is None:
-        return True
+    """Whether somebody still reads what goes to stdout."""
     poll = select.poll()
     try:
         poll.register(sys.stdout, 0)

@@ -238,7 +238,16 @@ class InLists(InNumpy):
         return moment.tolist()
 
 
-RIGHT = (Owners, RoundRobin, Flat, FlatScattered, Slices, OwnersPadded, InNumpy, InLists)
+class ImportsLate(Owners):
+    """Imports in step(), for the first time in the process, what keeps more than moments."""
+
+    def update(self):
+        import matplotlib.pyplot  # noqa: F401
+
+        super().update()
+
+
+RIGHT = (Owners, RoundRobin, Flat, FlatScattered, Slices, OwnersPadded, InNumpy, InLists, ImportsLate)
 
 # --- Wrong ----------------------------------------------------------------------------------------------------------
 
@@ -274,6 +283,18 @@ class AllInItsClass(AllInNumpy):
     def make_state(self):
         self.of_class.clear()
         return self.of_class
+
+
+class AllOnParameters(AllInNumpy):
+    """Whole moments in a tuple that is an attribute of each parameter, which is older than the optimizer."""
+
+    @torch.no_grad()
+    def update(self):
+        self.state = {index: vars(p)["kept"] for index, p in enumerate(self.params) if "kept" in vars(p)}
+        super().update()
+        for index, kept in self.state.items():
+            vars(self.params[index])["kept"] = kept
+        self.state = {}
 
 
 class CopiesAllWeights(Owners):
@@ -616,9 +637,10 @@ class Library:
 WRONG: dict[type, tuple[float, str]] = {
     HoldsAll: (4, "Keep the moments of this rank's share alone"),
     HoldsAllAndSharesNothing: (4, "Keep the moments of this rank's share alone"),
-    AllInNumpy: (4, "and that is DDP"),
-    AllInLists: (4, "and that is DDP"),
-    AllInItsClass: (4, "and that is DDP"),
+    AllInNumpy: (4, "as much as DDP does, which keeps the moments of all parameters"),
+    AllInLists: (4, "as much as DDP does, which keeps the moments of all parameters"),
+    AllInItsClass: (4, "as much as DDP does, which keeps the moments of all parameters"),
+    AllOnParameters: (4, "as much as DDP does, which keeps the moments of all parameters"),
     CopiesAllWeights: (4, "Buffers of all numbers must not outlive step()"),
     NeverShares: (0, "each rank moves its own share of the weights and never gets the others'"),
     Summed: (0, "gradients are added up over the ranks and not averaged"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,9 @@ def test_what_only_a_thread_of_gloo_holds_is_waited_for_and_what_python_holds_is
     try:
         holders[0].set_result(torch.zeros(10_000))  # held in C++ alone, as a collective's tensors are
         threading.Timer(0.2, holders.pop, [0]).start()
-        assert zero_kept.measure_kept(case, None, [], []).num_bytes < 1000
+        assert zero_kept.measure_kept(case, None, [], [], sys.modules).num_bytes < 1000
         mine = [torch.zeros(sum(case.sizes)), np.zeros(2 * sum(case.sizes), dtype=np.float32)[::2], (b"ab", 0.25)]
-        kept = zero_kept.measure_kept(case, None, [], [])
+        kept = zero_kept.measure_kept(case, None, [], [], sys.modules)
         assert kept.num_bytes - 12 * sum(case.sizes) < 1000 and kept.copies == 3 and mine
     finally:
         gc.unfreeze()

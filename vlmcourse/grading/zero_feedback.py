@@ -104,8 +104,9 @@ NOT_EQUAL = (
     "a number, and the others take its result"
 )
 ALL_STATE = (
-    "every rank keeps {kept:,} bytes besides weights and gradients; the moments of all parameters are {whole:,}, and "
-    "that is DDP. Keep the moments of this rank's share alone, 1 / {n}, and no other buffers after step()"
+    "every rank keeps {kept:,} bytes besides weights and gradients, at least as much as DDP does, which keeps the "
+    "moments of all parameters: {whole:,}. Keep the moments of this rank's share alone, 1 / {n}, and no other buffers "
+    "after step()"
 )
 TOO_MUCH_STATE = (
     "rank {rank} keeps {kept:,} bytes besides weights and gradients, and may keep {most:,.0f}: two moments of its "

@@ -1,8 +1,8 @@
 """What an optimizer of lab 5.1 keeps between steps, measured and not asked: in tensors, arrays, or numbers of Python.
 
 Enters: the learner's class, and what is not the optimizer's. Leaves: bytes of what has come alive since `gc.freeze()`,
-or has since been put into a container of the class or of its module, and how often that holds all parameters' numbers.
-Left out: what C++ alone keeps and Python never saw.
+or has since been put into a container of the class, of its module or of a parameter, and how often that holds all
+parameters' numbers. Left out: what modules hold that have been imported since, and what C++ alone keeps.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import collections
 import gc
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,28 +49,49 @@ def find_held(answer: Any) -> list[Any]:
     return _find_data([*members, *spaces], through_all=True)
 
 
-def measure_kept(case: ZeroCase, answer: Any, before: Sequence[Any], not_counted: Iterable[Tensor]) -> Kept:
+def measure_kept(
+    case: ZeroCase, answer: Any, before: Sequence[Any], not_counted: Iterable[Tensor], modules: Iterable[str]
+) -> Kept:
     """Measure what is kept; where that is too much, wait for gloo's threads to let go of what they still hold.
 
     Args:
         case: whose parameters were trained.
         answer: the learner's class.
         before: what `find_held` gave for it before the optimizer was built; it does not count.
-        not_counted: tensors that are not the optimizer's.
+        not_counted: tensors that are not the optimizer's; their attributes are.
+        modules: names of those that were imported before the optimizer was built.
     """
-    not_counted, give_up_s = list(not_counted), time.monotonic() + IN_FLIGHT_LIMIT_S
+    owned, known, give_up_s = list(not_counted), set(modules), time.monotonic() + IN_FLIGHT_LIMIT_S
     while True:
-        kept = _measure_once(case, answer, [*before, *not_counted])
+        kept = _measure_once(case, answer, owned, [*before, *_find_imported(known)])
         if kept.num_bytes <= case.most_state_bytes or not kept.in_flight or time.monotonic() > give_up_s:
             return kept
         time.sleep(0.01)
 
 
-def _measure_once(case: ZeroCase, answer: Any, not_counted: Sequence[Any]) -> Kept:
+def _find_imported(known: set[str]) -> list[Any]:
+    """Return the data that hangs on modules imported since, through objects that have come alive since."""
+    waiting: list[Any] = [vars(module) for name, module in list(sys.modules.items()) if name not in known]
+    alive = {id(item) for item in gc.get_objects()} if waiting else set[int]()
+    found, seen = list[Any](), set[int]()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or (gc.is_tracked(item) and id(item) not in alive):
+            continue
+        seen.add(id(item))
+        if issubclass(type(item), DATA):
+            found.append(item)
+        else:
+            waiting += gc.get_referents(item)
+    return found
+
+
+def _measure_once(case: ZeroCase, answer: Any, owned: Sequence[Tensor], not_counted: Sequence[Any]) -> Kept:
     gc.collect()
     alive = gc.get_objects()
     found = _find_data([*alive, *gc.get_referents(*alive)], through_all=False) + find_held(answer)
-    seen = {_memory_of(item)[0] for item in not_counted}
+    found += _find_data(map(vars, owned), through_all=True)
+    seen = {_memory_of(item)[0] for item in [*owned, *not_counted]}
     num_bytes, loose, sizes, in_flight = 0, 0, collections.Counter[int](), False
     for item in found:
         key, item_bytes, numbers = _memory_of(item)

@@ -62,7 +62,7 @@ class ZeroRun(Run):
 
     def _run_steps(self, function: Any, case: ZeroCase) -> dict[str, Any]:
         """Return what the weights became, what was kept, and what was sent."""
-        params, held = make_params(case), find_held(function)
+        params, held, modules = make_params(case), find_held(function), list(sys.modules)
         gc.collect()
         gc.freeze()  # what is alive now is not the optimizer's: `gc` no longer lists it
         optimizer = function(params, case.lr, case.betas, case.eps, case.weight_decay)
@@ -77,7 +77,7 @@ class ZeroRun(Run):
             calls.append(counter.calls)
             weights.append(flatten(list(params)))
         not_kept = [*params, *weights, *(p.grad for p in params if p.grad is not None)]
-        kept = measure_kept(case, function, held, not_kept)
+        kept = measure_kept(case, function, held, not_kept, modules)
         return describe_steps(case, weights) | {
             "library": any(type(item).__name__ == LIBRARY for item in gc.get_objects()),
             "kept_bytes": kept.num_bytes,

@@ -56,6 +56,12 @@ class StepRecord:
     """In tensors on the GPU at the end of the step."""
     reserved_bytes: int | None = None
     """Taken by PyTorch's allocator on the GPU at the end of the step."""
+    alloc_retries: int | None = None
+    """Times that PyTorch's allocator on the GPU found no room and freed its cache, since the process began."""
+    major_faults: int | None = None
+    """Pages of the process that had to be read from disk, since it began."""
+    data_cpu_s: float | None = None
+    """CPU seconds that the process spent while samples were made; workers in processes of their own are not counted."""
     cpu_percent: float | None = None
     """CPU time of all threads of the process over the step's length; 100 is one core."""
     gpu_util_percent: float | None = None

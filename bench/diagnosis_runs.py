@@ -48,9 +48,8 @@ def judge(folder: Path) -> dict[str, bool]:
         print(f"{'right' if right[name] else 'WRONG':6} {name:28} {seen}")
     kinds = [name for name, fault in FAULTS.items() if fault.cause != "healthy"]
     healthy = [name for name, fault in FAULTS.items() if fault.cause == "healthy"]
-    print(
-        f"{sum(right[n] for n in kinds)} of {len(kinds)} faults, {sum(right[n] for n in healthy)} of {len(healthy)} healthy"
-    )
+    for what, names in (("faults", kinds), ("healthy runs", healthy)):
+        print(f"{sum(right[name] for name in names)} of {len(names)} {what}")
     return right
 
 

@@ -129,11 +129,12 @@ def read_run(folder: str | Path) -> RunFacts:
     """
     folder, notes = Path(folder), list[str]()
     logs = read_step_log(folder)
-    steps = _latest(common_steps(logs))
+    written = common_steps(logs)
+    steps = _latest(written)
     cycles_s = _find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
     if len(cycles_s) < MIN_STEPS:
         raise ValueError(
-            f"{folder}: {len(steps)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
+            f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
             f"{MIN_STEPS} to look at and one that ends them; wait, or make a run with train.num_steps = 20"
         )
     kept = {step: steps[step] for step in cycles_s}

@@ -68,6 +68,12 @@ def _look(facts: RunFacts) -> list[Finding | None]:
     """Return what each look found; a slow rank that something else explains is left out."""
     throttling, thrash = find_throttling(facts), find_memory_thrash(facts)
     straggler = find_slow_rank(facts)
+    imbalance = find_imbalance(facts)
+    if straggler is not None and imbalance is not None and imbalance.rank == straggler.rank:
+        # FLOPs are no exact measure of time: a remainder smaller than what they explain is not the machine's.
+        explained_share = imbalance.share * len(facts.ranks) / (len(facts.ranks) - 1)
+        if imbalance.share >= min_share("imbalance") and straggler.share <= explained_share:
+            straggler = None
     explained = {found.rank for found in (throttling, thrash) if found and found.share >= min_share(found.cause)}
     if straggler is not None and straggler.rank in explained:
         straggler = None
@@ -76,7 +82,7 @@ def _look(facts: RunFacts) -> list[Finding | None]:
         *find_events(facts),
         find_callbacks(facts),
         straggler,
-        find_imbalance(facts),
+        imbalance,
         find_communication(facts),
         find_bubble(facts),
         find_small_kernels(facts),

@@ -30,11 +30,14 @@ from vlmcourse.monitor.recorded import FOLDER, INDEX_NAME
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "tests" / "diagnosis_worker.py"
 TIMEOUT_S = 600
+RECORDED_STEPS = 16
+"""Of the runs that are kept; those that are only judged are a little shorter."""
 
 
-def make_runs(folder: Path) -> None:
+def make_runs(folder: Path, num_steps: int | None) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
-    subprocess.run([*command, str(folder)], check=True, timeout=TIMEOUT_S, cwd=ROOT, stdout=subprocess.DEVNULL)
+    steps = [] if num_steps is None else [str(num_steps)]
+    subprocess.run([*command, str(folder), *steps], check=True, timeout=TIMEOUT_S, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def judge(folder: Path) -> dict[str, bool]:
@@ -105,7 +108,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.runs or Path(temporary)
             if not arguments.runs:
-                make_runs(folder)
+                make_runs(folder, RECORDED_STEPS if arguments.record else None)
             right = judge(folder)
             if arguments.record and all(right.values()):
                 record(folder, list(right))

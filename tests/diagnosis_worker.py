@@ -1,12 +1,11 @@
 """What two ranks do for `test_monitor_diagnosis.py`: a short run a fault.
 
-Usage: diagnosis_worker.py FOLDER [NAME …]
+Usage: diagnosis_worker.py FOLDER [NUM_STEPS]
 """
 
 from __future__ import annotations
 
 import sys
-import time
 
 from vlmcourse.faults.catalog import FAULTS
 from vlmcourse.faults.planted import run_planted
@@ -15,11 +14,9 @@ from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
 
 def main() -> None:
     ranks = init_ranks(timeout_s=120)
-    for name in sys.argv[2:] or FAULTS:
-        began_s = time.perf_counter()
-        run_planted(name, sys.argv[1], ranks)
-        if ranks.is_main:
-            print(f"{name}: {time.perf_counter() - began_s:.1f} s", flush=True)
+    num_steps = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    for name in FAULTS:
+        run_planted(name, sys.argv[1], ranks, num_steps=num_steps)
     shutdown_ranks()
 
 

@@ -23,7 +23,7 @@ BASE: Mapping[str, Any] = MappingProxyType(
     {
         "data.num_train_samples": 2048,
         "data.num_eval_samples": 2,
-        "train.num_steps": 16,
+        "train.num_steps": 13,
         "train.micro_batch_size": 16,
         "train.log_every": 1000,
         "parallel.strategy": "ddp",

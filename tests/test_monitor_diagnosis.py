@@ -32,7 +32,13 @@ from vlmcourse.train.trainer import Trainer
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 KINDS = [name for name, fault in FAULTS.items() if fault.cause != HEALTHY]
 GIB = 2**30
-USUAL = {"data_wait_s": 0.002, "forward_s": 0.03, "backward_s": 0.06, "communication_s": 0.004, "optimizer_s": 0.004}
+USUAL: dict[str, Any] = {
+    "data_wait_s": 0.002,
+    "forward_s": 0.03,
+    "backward_s": 0.06,
+    "communication_s": 0.004,
+    "optimizer_s": 0.004,
+}
 
 
 def write_log(
@@ -54,7 +60,13 @@ def write_log(
         events = [between(rank, step) for rank in range(world_size)]
         own_s = [sum(v for name, v in p.items() if name.endswith("_s") and name != "data_cpu_s") for p in parts]
         for rank, writer in enumerate(writers):
-            fields = {"samples": 8, "tiles": 8, "text_tokens": 400, "image_tokens": 32, "padding_tokens": 16}
+            fields: dict[str, Any] = {
+                "samples": 8,
+                "tiles": 8,
+                "text_tokens": 400,
+                "image_tokens": 32,
+                "padding_tokens": 16,
+            }
             fields |= {"micro_batches": 1, "world_size": world_size} | parts[rank]
             fields["communication_s"] += max(own_s) - own_s[rank]
             writer.write(StepRecord(step=step, start_s=starts_s, step_s=max(own_s), **fields))
@@ -188,8 +200,9 @@ def test_larger_images_are_told_from_a_slow_machine(tmp_path: Path, alternates: 
 def test_the_same_work_at_another_speed_is_no_imbalance_and_noise_is_neither(tmp_path: Path) -> None:
     noisy = write_log(tmp_path / "noise", lambda rank, step: {"forward_s": 0.06} if step % 2 == rank else {})
     assert diagnose(noisy).is_healthy
-    late = write_log(tmp_path / "late", lambda rank, step: {"forward_s": 0.13} if rank == 1 and step > 20 else {})
-    assert diagnose(late).is_healthy
+    late = write_log(tmp_path / "late", lambda rank, step: {"forward_s": 0.13} if rank == 1 and step > 6 else {})
+    assert diagnose(late).is_healthy  # not all the time
+    assert only(diagnose(late, last_steps=15)).cause == "slow_rank"
 
 
 def test_what_one_rank_does_between_steps_is_its_cause_and_the_wait_of_others_a_symptom(tmp_path: Path) -> None:
@@ -199,7 +212,7 @@ def test_what_one_rank_does_between_steps_is_its_cause_and_the_wait_of_others_a_
         start_s = 0.15 * step
         writers[0].write(StepRecord(step=step, start_s=start_s, step_s=0.1, **USUAL))
         writers[0].write(EventRecord(event="log", step=step, start_s=start_s + 0.1, seconds=0.05))
-        waits = USUAL | {"communication_s": 0.054}
+        waits: dict[str, Any] = USUAL | {"communication_s": 0.054}
         writers[1].write(StepRecord(step=step, start_s=start_s - 0.05, step_s=0.15, **waits))
     finding = only(diagnose(tmp_path))
     assert finding.cause == "logging" and finding.rank == 0 and finding.share == pytest.approx(1 / 3)
@@ -371,6 +384,8 @@ def test_a_live_run_is_diagnosed_up_to_what_all_ranks_have(tmp_path: Path) -> No
 def test_too_few_steps_and_no_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="5 steps that all ranks have written: a diagnosis needs 2 of warm-up"):
         diagnose(write_log(tmp_path, num_steps=5))
+    with pytest.raises(ValueError, match="last_steps = 3: must be 5 or greater"):
+        diagnose(tmp_path, last_steps=3)
     with pytest.raises(FileNotFoundError, match="give the folder of a run"):
         diagnose(tmp_path / "nowhere")
 
@@ -396,6 +411,9 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str],
     assert cli.main(["diagnose", run, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cause"] == "slow_rank" and found["findings"][0]["fixes"][0]["gain_fraction"] > 0
+    assert cli.main(["diagnose", run, "--json", "--last", "6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["first_step"], found["last_step"]) == (10, 15)
     assert cli.main(["diagnose", str(recorded_run("healthy"))]) == 0
     assert "Healthy" in capsys.readouterr().out
     assert cli.main(["diagnose", "nowhere"]) == 2

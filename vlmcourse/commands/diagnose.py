@@ -15,6 +15,7 @@ from vlmcourse.monitor.diagnosis import CAUSES, Diagnosis, diagnose
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("run_folder", metavar="RUN", help="the run's folder, output_dir/name, such as runs/tiny")
+    parser.add_argument("--last", type=int, metavar="N", help="look at the last N steps only, 5 or more")
     parser.add_argument("--json", action="store_true", help="print one JSON object: cause, findings, shares, notes")
 
 
@@ -23,9 +24,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         FileNotFoundError: if it is no run's folder.
-        ValueError: if there are too few steps, or a file holds something else than it should.
+        ValueError: if there or in --last are too few steps, or a file holds something else than it should.
     """
-    found = diagnose(args.run_folder)
+    found = diagnose(args.run_folder, last_steps=args.last)
     if args.json:
         print(json.dumps(found.as_json()))
     else:

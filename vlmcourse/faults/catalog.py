@@ -64,7 +64,7 @@ def _large_images(trainer: Trainer) -> AbstractContextManager[Any]:
 
 
 def _sleeping_rank(trainer: Trainer) -> AbstractContextManager[Any]:
-    return slow_forward(trainer.model, 0.25) if trainer.ranks.rank == SLOW_RANK else nullcontext()
+    return slow_forward(trainer.model, 0.35) if trainer.ranks.rank == SLOW_RANK else nullcontext()
 
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
@@ -76,14 +76,14 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             "data_loading", "decoding a sample takes 6 ms of CPU", plant=_samples(lambda: decode_for(0.006))
         ),
         "slow storage": Fault(
-            "data_loading", "each sample waits 10 ms for the disk", plant=_samples(lambda: wait_for_storage(0.01))
+            "data_loading", "each sample waits 15 ms for the disk", plant=_samples(lambda: wait_for_storage(0.015))
         ),
         "queue that runs empty": Fault(
             "data_loading",
-            "every fifth step waits 0.8 s for samples",
-            plant=_samples(lambda: wait_for_storage(0.8, every=5 * 16)),
+            "every fifth step waits 1.2 s for samples",
+            plant=_samples(lambda: wait_for_storage(1.2, every=5 * 16)),
         ),
-        "sleeping rank": Fault("slow_rank", "rank 1 takes 0.25 s longer for the same work", plant=_sleeping_rank),
+        "sleeping rank": Fault("slow_rank", "rank 1 takes 0.35 s longer for the same work", plant=_sleeping_rank),
         "large images": Fault(
             "imbalance",
             "the pictures of rank 1 are twelve tiles wide",
@@ -92,17 +92,17 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         ),
         "slow links": Fault(
             "communication",
-            "each collective takes 40 ms longer",
-            plant=lambda trainer: slow_links(trainer.model, 0.04),
+            "each collective takes 60 ms longer",
+            plant=lambda trainer: slow_links(trainer.model, 0.06),
         ),
         "logging every step": Fault(
             "logging",
-            "a row a step, each with 0.1 s of network",
+            "a row a step, each with 0.18 s of network",
             {"train.log_every": 1},
-            lambda _: slow_logger(0.1),
+            lambda _: slow_logger(0.18),
         ),
         "slow callback": Fault(
-            "callbacks", "a callback of 0.1 s after each step", plant=lambda trainer: slow_callback(trainer, 0.1)
+            "callbacks", "a callback of 0.18 s after each step", plant=lambda trainer: slow_callback(trainer, 0.18)
         ),
         "frequent saves": Fault("checkpoints", "a checkpoint every second step", {"train.checkpoint_every": 2}),
         "frequent evaluation": Fault(

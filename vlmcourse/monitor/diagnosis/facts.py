@@ -117,16 +117,19 @@ def compute_s(record: StepRecord) -> float:
     return sum(getattr(record, part) or 0.0 for part in COMPUTE)
 
 
-def read_run(folder: str | Path) -> RunFacts:
+def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
     """Read the files of a run.
 
     Args:
         folder: `output_dir/name`.
+        last_steps: how many steps to keep, the last ones; all if left out.
 
     Raises:
         FileNotFoundError: if it is no run's folder.
         ValueError: if there are too few steps, or a file holds something else than it should.
     """
+    if last_steps is not None and last_steps < MIN_STEPS:
+        raise ValueError(f"last_steps = {last_steps}: must be {MIN_STEPS} or greater, or left out")
     folder, notes = Path(folder), list[str]()
     logs = read_step_log(folder)
     written = common_steps(logs)
@@ -137,6 +140,7 @@ def read_run(folder: str | Path) -> RunFacts:
             f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
             f"{MIN_STEPS} to look at and one that ends them; wait, or make a run with train.num_steps = 20"
         )
+    cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
     kept = {step: steps[step] for step in cycles_s}
     ranks = next(iter(kept.values()))
     config, shape = _read_config(folder, notes)

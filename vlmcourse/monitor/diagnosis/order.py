@@ -30,20 +30,22 @@ SEEN_SHARE = 0.01
 """What explains less is not mentioned at all."""
 
 
-def diagnose(run_folder: str | Path) -> Diagnosis:
+def diagnose(run_folder: str | Path, *, last_steps: int | None = None) -> Diagnosis:
     """Say what a run spends its time on, why it is slow, and what to change.
 
     Args:
         run_folder: `output_dir/name` of a finished or live run.
+        last_steps: how many steps to look at, the last ones; by default all. In a long run what began late shows only
+            in the last ones.
 
     Returns:
         Findings above their thresholds, the one that explains most first, or none: healthy.
 
     Raises:
         FileNotFoundError: if it is no run's folder.
-        ValueError: if there are too few steps, or a file holds something else than it should.
+        ValueError: if there or in `last_steps` are too few steps, or a file holds something else than it should.
     """
-    return diagnose_facts(read_run(run_folder))
+    return diagnose_facts(read_run(run_folder, last_steps))
 
 
 def diagnose_facts(facts: RunFacts) -> Diagnosis:

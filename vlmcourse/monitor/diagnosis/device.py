@@ -7,6 +7,7 @@ absent. Chapter 6.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -214,7 +215,7 @@ def find_memory_thrash(facts: RunFacts) -> Finding | None:
 def _steps_of_retries(records: list[Any], device_bytes: int | None) -> list[int]:
     """Return steps in which the allocator's count of retries rose, or reserved memory near its limit fell."""
     found = []
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         if before.alloc_retries is not None and after.alloc_retries is not None:
             retried = after.alloc_retries > before.alloc_retries
         elif device_bytes and before.reserved_bytes and after.reserved_bytes:
@@ -228,7 +229,7 @@ def _steps_of_retries(records: list[Any], device_bytes: int | None) -> list[int]
 
 
 def _steps_of_faults(records: list[Any]) -> list[int]:
-    pairs = zip(records, records[1:], strict=False)
+    pairs = pairwise(records)
     return [
         b.step
         for a, b in pairs

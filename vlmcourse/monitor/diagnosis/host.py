@@ -7,6 +7,7 @@ holds up all others, so the rank with the most seconds counts; what the others w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from vlmcourse.monitor.diagnosis import thresholds as limit
@@ -114,7 +115,7 @@ def find_spikes(seconds: dict[int, float], cycle_s: float) -> list[int]:
     usual_s = median(seconds.values())
     least_s = max(limit.SPIKE_FACTOR * usual_s, limit.SPIKE_SHARE * cycle_s)
     steps = [step for step, value in seconds.items() if value > least_s]
-    distances = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    distances = [after - before for before, after in pairwise(steps)]
     if not distances:
         return []
     usual = median(distances)
@@ -124,7 +125,7 @@ def find_spikes(seconds: dict[int, float], cycle_s: float) -> list[int]:
 
 def describe_spikes(steps: Sequence[int], what: str) -> str:
     """Say in which steps spikes come, and how often."""
-    period = median(after - before for before, after in zip(steps, steps[1:], strict=False))
+    period = median(after - before for before, after in pairwise(steps))
     return f"The {what} come every {period:g} steps (steps {', '.join(map(str, steps[:6]))}): the mean hides it."
 
 
@@ -140,7 +141,8 @@ def _find_event(facts: RunFacts, kind: str) -> Finding | None:
     if not steps:
         return None
     share, num_steps = seconds[slowest] / facts.wall_s, len(facts.steps)
-    each_s, every = seconds[slowest] / len(steps), num_steps / len(steps)
+    each_s = seconds[slowest] / len(steps)
+    every = median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else num_steps
     evidence = [
         f"{len(steps)} times in {num_steps} steps rank {slowest} spent {1e3 * each_s:.1f} ms on {_name(kind)}, "
         f"{share:.0%} of the time; a step alone takes {1e3 * _step_s(facts):.1f} ms."

@@ -231,7 +231,7 @@ def find_bubble(facts: RunFacts) -> Finding | None:
             removed(min(now_s, longest_s * (more + waste) / more)),
         ),
         build_fix(
-            "the same, and equal stages (parallel.adaptive = true moves layers)",
+            f"train.accumulation_steps = {more} so, and equal stages (parallel.adaptive = true moves layers)",
             facts.tokens_per_s,
             removed(min(now_s, equal_s * (more + waste) / more)),
         ),

@@ -319,6 +319,7 @@ def test_a_throttled_gpu_explains_its_slow_rank(tmp_path: Path) -> None:
     found = diagnose(write_log(tmp_path, change, hardware=GPU, rows=rows))
     finding = found.findings[0]
     assert (finding.cause, finding.detail, finding.rank) == ("throttling", "thermal", 0)
+    assert "throttled in 18 of 20 steps (hardware thermal slowdown)" in finding.evidence[0]
     assert "slow_rank" not in [f.cause for f in (*found.findings, *found.below)]
     cool = write_log(tmp_path / "cool", hardware=GPU, rows=gpu_rows(hardware__gpu_is_throttled=0.0))
     assert diagnose(cool).is_healthy

@@ -172,17 +172,31 @@ def _read_rank(path: Path) -> RankLog:
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     for number, line in enumerate(_whole_lines(path), start=1):
-        try:
-            row = json.loads(line)
-            if "event" in row:
-                events.append(_build(EventRecord, row))
-            else:
-                steps[int(row["step"])] = _build(StepRecord, row)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is no record of a step or an event ({error}): remove the line"
-            ) from error
+        record = parse_record(line, f"{path}, line {number}")
+        if isinstance(record, EventRecord):
+            events.append(record)
+        else:
+            steps[record.step] = record
     return RankLog(list(steps.values()), events)
+
+
+def parse_record(line: str, place: str) -> StepRecord | EventRecord:
+    """Return what a whole line says.
+
+    Args:
+        line: without its end.
+        place: where it stands, for the error message.
+
+    Raises:
+        ValueError: if it is no record.
+    """
+    try:
+        row = json.loads(line)
+        return _build(EventRecord if "event" in row else StepRecord, row)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{place}: {line[:80]!r} is no record of a step or an event ({error}): remove the line"
+        ) from error
 
 
 def _build(kind: Any, row: dict[str, Any]) -> Any:

@@ -118,7 +118,7 @@ def _table(view: RunView) -> Table:
         table.add_row(
             *(name, str(rank.step), f"{ago} {rank.problem}".strip(), step),
             draw_bar(rank, BAR_CELLS / longest_s),
-            show_bytes(memory) if memory is not None else "",
+            f"{memory / 1e9:.2f} GB" if memory is not None else "",
             style=style,
         )
     return table

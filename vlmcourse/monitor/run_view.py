@@ -209,16 +209,15 @@ def list_remarks(view: RunView) -> list[str]:
     silent = [rank for rank in view.ranks if rank.problem == "silent"]
     if silent and len(silent) == len(view.ranks) and len(view.ranks) > 1:
         quiet_s = min(rank.since_step_s or 0.0 for rank in silent)
-        said.append(
-            f"no rank has ended a step for {quiet_s:.0f} s: an evaluation, a checkpoint, or ranks that wait for each "
-            "other; files do not say which"
-        )
+        reasons = "an evaluation, a checkpoint, or ranks that wait for each other; files do not say which"
+        is_even = all(rank.step == view.step for rank in silent)
+        said.append(f"no rank has ended a step for {quiet_s:.0f} s" + (f": {reasons}" if is_even else ""))
     else:
         said += [_describe_silent(rank) for rank in silent]
     said += [
         f"rank {rank.rank} is behind: it has ended step {rank.step}, others step {view.step}"
         for rank in view.ranks
-        if rank.problem == "behind"
+        if rank.problem and rank.step < view.step
     ]
     if view.slowest_rank is not None and view.rank_spread is not None:
         said.append(

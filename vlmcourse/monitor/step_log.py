@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -201,17 +202,26 @@ def parse_record(line: str, place: str) -> StepRecord | EventRecord:
 
 def _build(kind: Any, row: dict[str, Any]) -> Any:
     """Make a record of a line's known keys; a known key's value must be of the field's type."""
-    hints = typing.get_type_hints(kind)
-    known = {name: row[name] for name in hints if name in row}
+    allowed, required = _describe_fields(kind)
+    known = {name: row[name] for name in allowed if name in row}
     for name, value in known.items():
-        allowed = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else (hints[name],)
-        if not isinstance(value, (*allowed, *((int,) if float in allowed else ()))) or isinstance(value, bool):
+        if not isinstance(value, allowed[name]) or isinstance(value, bool):
             raise ValueError(f"{name} = {value!r}")
-    missing = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-    absent = [name for name in missing if name not in known]
+    absent = [name for name in required if name not in known]
     if absent:
         raise ValueError(f"without {', '.join(absent)}")
     return kind(**known)
+
+
+@functools.cache
+def _describe_fields(kind: Any) -> tuple[dict[str, tuple[type, ...]], tuple[str, ...]]:
+    """Return the types that a record's fields may have, by name, and the fields that it must have."""
+    allowed = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        types_of = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        allowed[name] = (*types_of, int) if float in types_of else types_of
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    return allowed, tuple(required)
 
 
 def _whole_lines(path: Path) -> list[str]:

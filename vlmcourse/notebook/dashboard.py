@@ -117,9 +117,18 @@ class Dashboard(widgets.HTML):
                 self._changed_s = time.monotonic()
             if seen.state != self.view.state:
                 self._state_s = time.monotonic()
-            self._hides = self._hides and self._run.start_stamp == self._earlier
+            self._hides = self._hides and self._is_earlier
             self.end_reason = end_reason or self.end_reason
             self._draw()
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a run that it saw in its course has ended without a result."""
+        return self.view.state == STOPPED and not self._is_earlier
+
+    @property
+    def _is_earlier(self) -> bool:
+        return self._earlier is not None and self._run.start_stamp == self._earlier
 
     def is_of_this_kernel(self) -> bool:
         """Whether the run's first rank is a process that this one has started, itself or through others."""
@@ -138,11 +147,10 @@ class Dashboard(widgets.HTML):
         """Return why there is nothing more to come; empty while there may be."""
         if self._is_of_cell:
             return ""
-        is_earlier = self._earlier is not None and self._run.start_stamp == self._earlier
         now_s = time.monotonic()
-        if self.view.state == FINISHED and not is_earlier:
+        if self.view.state == FINISHED and not self._is_earlier:
             return HEADINGS[FINISHED]
-        if self.view.state == STOPPED and not is_earlier and now_s - self._state_s > self._restart_s:
+        if self.has_stopped and now_s - self._state_s > self._restart_s:
             return HEADINGS[STOPPED]
         if now_s - self._changed_s > self._give_up_s:
             return f"nothing new for {self._give_up_s:.0f} s, so no longer watched: call watch_run again"
@@ -218,7 +226,7 @@ def _end_with_cells(dashboard: Dashboard) -> None:
             if not source.startswith(RANK_MAGICS):
                 return
             dashboard.refresh()
-            if dashboard.view.state == RUNNING and dashboard.is_of_this_kernel():
+            if dashboard.has_stopped or (dashboard.view.state == RUNNING and dashboard.is_of_this_kernel()):
                 dashboard.end("its cell has ended")
         if not dashboard.is_watching:
             shell.events.unregister("post_run_cell", see_end)

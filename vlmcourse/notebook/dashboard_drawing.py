@@ -16,9 +16,15 @@ from vlmcourse.planner.offload_cost import show_bytes
 WIDTH, CHART_HEIGHT, ROW, TOP = 760, 132, 22, 26
 """Of the drawings, in pixels of a notebook at its usual width; a rank has one row."""
 STEP_LEFT, STEP_WIDTH, MEMORY_LEFT, MEMORY_WIDTH = 58, 380, 560, 110
+GB = 10**9
 MOST_POINTS, MOST_RANKS = 240, 16
 """Longer curves are thinned; of more ranks, those with the longest work of their own and those with a problem."""
 PAPER = "background:#fff;color:#000;font:13px sans-serif;padding:6px;max-width:780px"
+HATCH = (
+    '<defs><pattern id="hatch-run-optimizer" width="8" height="8" patternUnits="userSpaceOnUse">'
+    '<circle cx="4" cy="4" r="1.4" fill="#fff"/></pattern></defs>'
+)
+"""Over the optimizer's colour, as in all figures: in grey it is nearly that of other phases."""
 LABELS = {
     "data_wait": "waits for data",
     "forward": "forward",
@@ -84,8 +90,8 @@ def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[t
 
 def _draw_curve(points: list[tuple[int, float]], left: int, label: str, colour: str, *, from_zero: bool) -> str:
     """Draw one curve in half of the width: the largest and the smallest value are written at the axis."""
-    if not points:
-        return f'<text x="{left + 4}" y="14">{label}: no row yet</text>'
+    if len(points) < 2:
+        return f'<text x="{left + 4}" y="14">{label}: a curve from the second row of the log on</text>'
     shown = thin(points)
     high = max(value for _, value in shown)
     low = 0.0 if from_zero else min(value for _, value in shown)
@@ -128,7 +134,7 @@ def _draw_ranks(view: RunView) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" font-size="12" aria-label="{label}">'
         f'<text x="{STEP_LEFT}" y="14">a step by phase{over_s}</text>'
-        f'<text x="{MEMORY_LEFT}" y="14">{kind}</text>{rows}</svg><div>{_legend(shown)}</div>{more}'
+        f'<text x="{MEMORY_LEFT}" y="14">{kind}</text>{HATCH}{rows}</svg><div>{_legend(shown)}</div>{more}'
     )
 
 
@@ -136,7 +142,12 @@ def choose_ranks(ranks: Sequence[RankView], most: int = MOST_RANKS) -> list[Rank
     """Return the ranks to draw, in their order: all, or those with a problem, then the longest work of their own."""
     if len(ranks) <= most:
         return list(ranks)
-    by_need = sorted(ranks, key=lambda rank: (not rank.problem, -(rank.own_s or rank.step_s or 0.0)))
+
+    def need(rank: RankView) -> tuple[bool, float]:
+        work_s = rank.own_s if rank.own_s is not None else rank.step_s
+        return not rank.problem, -(work_s or 0.0)
+
+    by_need = sorted(ranks, key=need)
     return sorted(by_need[:most], key=lambda rank: rank.rank)
 
 
@@ -168,6 +179,9 @@ def _draw_rank(rank: RankView, top: int, per_second: float, per_byte: float) -> 
             f'<rect x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 5}" fill="{PHASE_COLOURS[name]}">'
             f"<title>rank {rank.rank}: {LABELS[name]} {1e3 * seconds:.1f} ms</title></rect>"
         )
+        if name == "optimizer":
+            box = f'x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 5}"'
+            parts.append(f'<rect {box} fill="url(#hatch-run-optimizer)" pointer-events="none"/>')
         left += width
     used, taken = _memory(rank)
     for size, colour in ((taken, COLOURS["idle"]), (used, COLOURS["activations"])):
@@ -179,7 +193,7 @@ def _draw_rank(rank: RankView, top: int, per_second: float, per_byte: float) -> 
     return (
         f'<text x="0" y="{middle:.0f}" fill="{ink}">rank {rank.rank}</text>{"".join(parts)}'
         f'<text x="{left + 5:.1f}" y="{middle:.0f}" fill="{ink}">{length}{state}</text>'
-        f'<text x="{MEMORY_LEFT + MEMORY_WIDTH + 5}" y="{middle:.0f}">{show_bytes(used) if used else ""}</text>'
+        f'<text x="{MEMORY_LEFT + MEMORY_WIDTH + 5}" y="{middle:.0f}">{f"{used / GB:.2f} GB" if used else ""}</text>'
     )
 
 

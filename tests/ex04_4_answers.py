@@ -419,6 +419,18 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
         _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h + (not f) * 5 * a * s)),
         {"activations": "you did not double it in fp32", "report": "you did not double it in fp32"},
     ),
+    "34 alone doubled in fp32": (
+        _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h * TABLE[p][0] / 2 + (not f) * 5 * a * s)),
+        {"activations": "It looks as if in fp32 you doubled the 34 bytes and not the scores"},
+    ),
+    "scores alone doubled in fp32": (
+        _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h + (not f) * 5 * a * s * TABLE[p][0] / 2)),
+        {"activations": "It looks as if in fp32 you doubled the scores of attention and not"},
+    ),
+    "doubled with fp32 gradients": (
+        _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h + (not f) * 5 * a * s) * TABLE[p][1] / 2),
+        {"activations": "It looks as if you doubled it in bf16_fp32_grads too"},
+    ),
     "masks of one byte": (
         _build(
             kept=lambda L, h, a, s, b, p, f: (
@@ -441,7 +453,7 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     ),
     "no total": (
         plain() | {"report": lambda *a: {k: v for k, v in plain()["report"](*a).items() if k != "total"}},
-        {"report": "the report lacks total"},
+        {"report": ": the report has no total\n"},
     ),
     "total without activations": (
         plain() | {"report": lambda *a: (r := plain()["report"](*a)) | {"total": r["total"] - r["activations"]}},

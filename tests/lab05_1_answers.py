@@ -476,6 +476,13 @@ class ZeroesGradients(Owners):
             p.grad = torch.zeros_like(p)
 
 
+class ZeroesInPlace(Owners):
+    def zero_grad(self):
+        for p in self.params:
+            if p.grad is not None:
+                p.grad.zero_()
+
+
 class TrainsFrozen(Owners):
     def __init__(self, params, lr, betas, eps, weight_decay):
         super().__init__([p.requires_grad_() for p in params], lr, betas, eps, weight_decay)
@@ -642,6 +649,7 @@ WRONG: dict[type, tuple[float, str]] = {
     MomentsForgotten: (0, "moments begin anew in every step"),
     KeepsGradients: (0, "zero_grad() must drop them"),
     ZeroesGradients: (6.67, "moved on by its momentum"),
+    ZeroesInPlace: (6.67, "zero_grad() must set grad to None: it fills grad with zeros"),
     TrainsFrozen: (3.33, "the parameter with requires_grad=False was changed"),
     DropsTheRemainder: (0, "what is left over when N does not divide is dropped"),
     PaddingLeftIn: (0, "drop the padding"),

@@ -22,7 +22,7 @@ from vlmcourse.grading.zero_truths import MISTAKES, TOLERANCE, Update, find_fits
 
 ON_TWO, ON_THREE = make_zero_cases(5, 2, 3), make_zero_cases(5, 3, 2)
 CASES = [*ON_TWO, *ON_THREE]
-ONLY_IN_SKIPPED = ("zeros", "decays_without", "calls")
+ONLY_IN_SKIPPED = ("zeros", "zeroed", "decays_without", "calls")
 """Mistakes that a parameter without a gradient is needed to see."""
 
 pytestmark = pytest.mark.timeout(600)  # on an idle machine the ranks of all answers take half a minute
@@ -67,6 +67,25 @@ def test_a_wrong_optimizer_is_told_its_mistake(answer: Any, reports: dict[str, A
     most, words = WRONG[answer]
     assert words in said.out and not said.err, said.out
     assert points == most, said.out
+
+
+def test_what_is_not_looked_at_is_not_called_wrong(reports: dict[str, Any], capsys: Any) -> None:
+    for name, counts in (
+        (
+            "Summed",
+            "weights right in 0 of 3 cases; equal on all ranks, state, bytes sent: not counted where the weights",
+        ),
+        (
+            "CountsCalls",
+            "weights right in 2 of 3 cases; equal on all ranks right in 2 of 2 cases; state right in 2 of 2",
+        ),
+        (
+            "KeepsTheRow",
+            "weights right in 3 of 3 cases; equal on all ranks right in 3 of 3 cases; state right in 0 of 3",
+        ),
+    ):
+        lab05_1.grade_optimizer(reports[name], 10, len(ON_TWO))
+        assert capsys.readouterr().out.splitlines()[-1].startswith(counts), name
 
 
 def test_collectives_in_another_order_on_each_rank_are_told_so(capsys: Any) -> None:

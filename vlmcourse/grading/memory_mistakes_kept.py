@@ -77,11 +77,23 @@ COEFFICIENTS: list[Choice] = [
         "fp32 doubles all of the formula",
         lambda c, flash: _by_masks(c, flash),
     ),
+    (
+        "in fp32 you doubled the 34 bytes and not the scores of attention: fp32 doubles all of the formula",
+        lambda c, flash: 34 + (0 if flash else _scores(c) / _fp32_factor(c)),
+    ),
+    (
+        "in fp32 you doubled the scores of attention and not the 34 bytes: fp32 doubles all of the formula",
+        lambda c, flash: 34 / _fp32_factor(c) + (0 if flash else _scores(c)),
+    ),
 ]
 
 
 def _per_head(case: ActivationCase) -> float:
     return _scores(case) / case.tower.num_heads
+
+
+def _fp32_factor(case: ActivationCase) -> float:
+    return PRECISIONS[case.precision].compute_bytes / 2
 
 
 def _by_masks(case: ActivationCase, flash: bool) -> float:
@@ -94,6 +106,10 @@ def _by_masks(case: ActivationCase, flash: bool) -> float:
 SCALES: list[Choice] = [
     ("", lambda recipe: recipe.compute_bytes / 2),
     ("you did not double it in fp32: the formula counts 16-bit elements", lambda recipe: 1),
+    (
+        "you doubled it in bf16_fp32_grads too: there gradients are fp32, and activations have 16 bits",
+        lambda recipe: 2 if recipe.gradient_bytes == 4 else recipe.compute_bytes / 2,
+    ),
     ("you doubled it in 16 bits too: the formula counts 16-bit elements already", lambda recipe: 2),
     (
         "you multiplied the formula by the bytes of an element: it counts bytes already, of 16-bit elements",

@@ -30,6 +30,8 @@ UPDATES = {
     "kept": "gradients of earlier steps are still there: zero_grad() must drop them",
     "zeros": "a parameter without a gradient (grad is None) moved on by its momentum: leave it as it is, as "
     "torch.optim.AdamW does, so zero_grad() must set grad to None and step() must not put zeros in its place",
+    "zeroed": "zero_grad() must set grad to None: it fills grad with zeros, so a parameter without a gradient was "
+    "updated by its momentum and decayed; leave it as it is, as torch.optim.AdamW does",
     "decays_without": "a parameter without a gradient (grad is None) was decayed: leave it as it is in that step",
     "calls": "the bias is corrected by the number of calls of step(): count the steps of each parameter, for one "
     "without a gradient makes none",

@@ -40,6 +40,8 @@ class Update:
     """Gradients of earlier steps are added up."""
     zeros: bool = False
     """A missing gradient counts as zeros: the parameter moves on by its momentum."""
+    zeroed: bool = False
+    """So it does where the parameter has had a gradient before, which zero_grad() has set to zeros in place."""
     decays_without: bool = False
     """A parameter without a gradient is decayed."""
     count: str = "own"
@@ -64,6 +66,7 @@ MISTAKES: dict[str, Update] = {
     "over_ranks": Update(gradient="over_ranks"),
     "kept": Update(keeps=True),
     "zeros": Update(zeros=True),
+    "zeroed": Update(zeroed=True),
     "decays_without": Update(decays_without=True),
     "calls": Update(count="calls"),
     "ahead": Update(count="ahead"),
@@ -121,13 +124,14 @@ def play(case: ZeroCase, update: Update) -> list[Tensor]:
     )
     first, second, peak, count, kept = (torch.zeros_like(weights) for _ in range(5))
     beta_1, beta_2 = reversed(case.betas) if update.swapped else case.betas
-    found = []
+    found, has_had = [], torch.zeros_like(trained)
     for step in range(case.num_steps):
         gradient, present = _gradient(case, step, update)
+        has_had |= present
         if update.keeps:
             gradient = kept = kept + gradient
             present = trained if step else present
-        moves = trained if update.zeros else present
+        moves = trained if update.zeros else has_had if update.zeroed else present
         count = torch.where(moves, count + 1, count)
         if update.decay == "coupled":
             gradient = gradient + case.weight_decay * weights

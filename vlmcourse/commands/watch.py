@@ -80,7 +80,7 @@ def draw_view(view: RunView) -> Group:
             parts.append(Text(LEGEND + means, style="dim"))
     if view.owners_bytes:
         held = ", ".join(f"{owner} {show_bytes(size)}" for owner, size in view.owners_bytes.items())
-        parts.append(Text(f"memory by owner on rank 0: {held}"))
+        parts.append(Text(f"memory by owner, the most that any rank holds of each: {held}"))
     parts += [Text(remark) for remark in list_remarks(view)]
     return Group(*parts)
 

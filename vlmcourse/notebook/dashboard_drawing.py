@@ -220,4 +220,4 @@ def _draw_owners(owners: dict[str, int]) -> str:
         _swatch(COLOURS.get(owner, COLOURS["idle"]), f"{owner} {show_bytes(size)}") for owner, size in owners.items()
     )
     svg = f'<svg viewBox="0 0 {WIDTH} 18" width="100%" role="img" aria-label="memory by owner">{"".join(parts)}</svg>'
-    return f"<div>memory by owner on rank 0</div>{svg}<div>{names}</div>"
+    return f"<div>memory by owner, the most that any rank holds of each</div>{svg}<div>{names}</div>"

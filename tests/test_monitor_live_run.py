@@ -102,6 +102,9 @@ def test_the_life_of_a_run(tmp_path: Path, clock: Clock) -> None:
     assert live.read() == RunView(folder=str(folder), state=WAITING)
     run = HandmadeRun(folder, num_steps=4)
     assert (live.read().state, live.read().num_steps, live.read().world_size) == (WAITING, 4, 2)
+    step_log_path(folder, 1).rename(tmp_path / "later")
+    assert LiveRun(folder, clock).read().world_size == 2  # as run.json says, though a rank has no file yet
+    (tmp_path / "later").rename(step_log_path(folder, 1))
     for step in (1, 2, 3):
         run.write_step(step)
     run.write_row(2)
@@ -165,8 +168,9 @@ def test_a_process_that_has_ended_stops_the_run_and_one_of_another_machine_canno
 def test_the_slowest_rank_is_the_one_with_the_most_work_of_its_own(tmp_path: Path, clock: Clock) -> None:
     run = HandmadeRun(tmp_path, world_size=3)
     run.write_step(1, {0: 0.5})  # a run's first step is no measure
-    for step in range(2, 8):
-        run.write_step(step, {0: 0.2, 1: 0.3, 2: 0.2})
+    for step in range(2, 7):
+        run.write_step(step, {0: 0.2, 1: 0.32, 2: 0.2})
+    run.write_step(7, {0: 0.2, 1: 0.2, 2: 0.2})  # one step is no measure either
     clock.now_s = end_of(7)
     view = LiveRun(tmp_path, clock).read()
     assert (view.slowest_rank, view.rank_spread, view.window_steps) == (1, pytest.approx(1.5), 6)

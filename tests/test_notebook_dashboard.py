@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import xml.dom.minidom
 from collections.abc import Callable
@@ -32,7 +33,10 @@ def read_bars(html: str, rank: int) -> dict[str, float]:
         for rect in xml.dom.minidom.parseString(html).getElementsByTagName("rect")
         if any(title.firstChild.data.startswith(f"rank {rank}:") for title in rect.getElementsByTagName("title"))
     ]
-    return {rect.getAttribute("fill"): float(rect.getAttribute("width")) for rect in titled}
+    places = [(float(rect.getAttribute("x")), float(rect.getAttribute("width"))) for rect in titled]
+    for (left, width), (following, _) in itertools.pairwise(places):
+        assert following == pytest.approx(left + width, abs=0.15)
+    return {rect.getAttribute("fill"): width for rect, (_, width) in zip(titled, places, strict=True)}
 
 
 def test_bars_are_in_proportion_and_in_the_colours_of_the_course(tmp_path: Path) -> None:

@@ -148,14 +148,15 @@ def test_a_process_that_has_ended_stops_the_run_and_one_of_another_machine_canno
     tmp_path: Path, dead_pid: dict[str, Any]
 ) -> None:
     own = describe_process()
-    for mark, state in (
+    marks: list[tuple[dict[str, Any], str]] = [
         (dead_pid, STOPPED),
         (own, RUNNING),
         ({"started_s": own["started_s"] - 1000}, STOPPED),  # the number was given to another process
         ({**dead_pid, "host": "another"}, RUNNING),
         ({**dead_pid, "pid_namespace": "pid:[1]"}, RUNNING),
         ({"pid": "broken"}, RUNNING),
-    ):
+    ]
+    for mark, state in marks:
         HandmadeRun(tmp_path, **mark).write_step(1)
         view = LiveRun(tmp_path).read()
         assert view.state == state, mark

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jupyter_core.utils import ensure_async
 from nbclient import NotebookClient
 from nbformat import NotebookNode, v4
 from notebook_kernel import wait_until
@@ -23,15 +24,13 @@ from vlmcourse.notebook.dashboard import Dashboard, watch_run
 from vlmcourse.notebook.dashboard_drawing import MOST_RANKS, choose_ranks, draw_run, thin
 from vlmcourse.notebook.options import CellOptionsError, parse_options
 
-NO_PROCESS = {"host": "another"}
-
 
 def read_bars(html: str, rank: int) -> dict[str, float]:
     """Return the widths of a rank's bar by colour, in pixels."""
     titled = [
         rect
         for rect in xml.dom.minidom.parseString(html).getElementsByTagName("rect")
-        if any(title.firstChild.data.startswith(f"rank {rank}:") for title in rect.getElementsByTagName("title"))
+        if any(title.toxml().startswith(f"<title>rank {rank}:") for title in rect.getElementsByTagName("title"))
     ]
     places = [(float(rect.getAttribute("x")), float(rect.getAttribute("width"))) for rect in titled]
     for (left, width), (following, _) in itertools.pairwise(places):
@@ -118,7 +117,7 @@ def test_an_earlier_run_is_shown_until_the_next_one_begins_and_ends_nothing(tmp_
 
 def test_a_dashboard_ends_when_the_run_stops_and_when_nothing_comes(tmp_path: Path) -> None:
     quick: dict[str, Any] = {"every_s": 0.02, "restart_s": 0.2}
-    run = HandmadeRun(tmp_path / "stops", **NO_PROCESS)
+    run = HandmadeRun(tmp_path / "stops", host="another")
     run.write_step(1)
     dashboard = Dashboard(run.folder, **quick)
     dashboard.start()
@@ -197,11 +196,12 @@ def test_a_real_kernel_updates_widgets_while_a_cell_runs_and_ends_with_it(tmp_pa
     client = WatchingClient(
         notebook, timeout=90, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
-    interrupts: list[asyncio.Future[None]] = []
+    interrupts: list[asyncio.Future[Any]] = []
 
     def interrupt(html: str) -> None:
         if "step 4 of" in html and client.sent[-1][0] == 5 and not interrupts:
-            interrupts.append(asyncio.ensure_future(client.km.interrupt_kernel()))
+            assert client.km is not None
+            interrupts.append(asyncio.ensure_future(ensure_async(client.km.interrupt_kernel())))
 
     client.on_update = interrupt
     client.execute()

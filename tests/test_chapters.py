@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,16 @@ POINTS = {
     "ch05b_memory_engines": (15, 3),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
+SHOWN = {
+    "ch05_zero_offload": (
+        "left unexplained: nothing",
+        "counts of tokens and norms aside: nothing",
+        "the tree says layered",
+        *("kept within it\n" for _ in range(3)),
+    ),
+    "ch05b_memory_engines": ("MULTI_CPU DistributedDataParallel 2", "9 of 9 pairs go on"),
+}
+"""What cells print that the text around them rests on, as often as it stands here."""
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
 
@@ -64,3 +75,6 @@ def test_every_cell_runs_on_real_ranks(name: str) -> None:
     figures = [output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in str(output)]
     captions = [cell for cell in notebook.cells if cell.source.startswith("*Figure ")]
     assert len(figures) == len(captions) > 0
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    expected = SHOWN.get(name, ())
+    assert {text: said.count(text) for text in expected} == Counter(expected)

@@ -267,7 +267,7 @@ def test_what_a_refusal_proposes_is_taken(parallel: dict[str, Any], offload: dic
 def test_other_precisions_and_axes_are_refused() -> None:
     with pytest.raises(ConfigError, match="with train.precision = 'bf16_pure'"):
         config("fsdp", CPU, train={"precision": "bf16_pure"})
-    with pytest.raises(ConfigError, match="with tp = 2, cp = 1, pp = 1: shards of parts in main memory"):
+    with pytest.raises(ConfigError, match="with tp = 2, cp = 1, pp = 1: shards of parts off the device"):
         parse_config({"parallel": {"strategy": "fsdp", "tp": 2}, "offload": CPU})
     with pytest.raises(ConfigError, match="'zero2' keeps all weights"):
         zero2 = parse_config({"parallel": {"strategy": "zero2"}}).parallel

@@ -39,7 +39,9 @@ def test_a_need_has_an_answer_and_reasons(asked: dict[str, Any], strategy: str) 
     assert all(why for why in choice.left_out.values())
     if not strategy:
         assert set(choice.left_out) == set(CANDIDATES)
-        assert str(choice).startswith("no single engine here")
+        assert str(choice).startswith(
+            "no single engine here: give up one of the needs; this is what each engine refuses:\nnot "
+        )
 
 
 def test_what_is_left_out_is_left_out_by_the_words_of_the_configuration() -> None:

@@ -201,8 +201,8 @@ class OffloadConfig:
             )
         if parallel.tp * parallel.pp * parallel.cp > 1:
             found.append(
-                f"{self} with tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}: shards of parts in main "
-                "memory are not tested; leave these degrees at 1, or leave offload out"
+                f"{self} with tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}: shards of parts off the "
+                "device are not tested; leave these degrees at 1, or leave offload out"
             )
         return found
 

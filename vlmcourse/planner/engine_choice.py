@@ -52,7 +52,7 @@ class EngineChoice:
 
     def __str__(self) -> str:
         """Show the answer and all reasons, a line each."""
-        lines = [self.strategy or "no single engine here: give up one of the needs below"]
+        lines = [self.strategy or "no single engine here: give up one of the needs; this is what each engine refuses:"]
         lines += [f"  {reason}" for reason in self.reasons]
         for name, why in self.left_out.items():
             lines += [f"not {name}:", *(f"  {reason}" for reason in why)]

@@ -24,7 +24,7 @@ RANK_OWNERS = {
     "optimizer": (COLOURS["optimizer"], ".."),
     "gathered": (COLOURS["weights"], "xx"),
     "activations": (COLOURS["activations"], ""),
-    "reserved": (COLOURS["idle"], ""),
+    "allowance": (COLOURS["idle"], ""),
 }
 """Colour and hatch of everything that a rank holds, by the owners of `planner.RankMemory`."""
 

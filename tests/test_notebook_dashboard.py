@@ -69,11 +69,15 @@ def test_of_many_ranks_those_that_matter_are_drawn() -> None:
 
 
 def test_memory_by_owner_is_drawn_where_the_log_has_it() -> None:
-    html = draw_run(RunView(folder="f", state=RUNNING, owners_bytes={"weights": 3 * 10**9, "new": 10**9}))
+    html = draw_run(RunView(folder="f", state=RUNNING, owners_bytes={"weights": 3 * 10**9, "new": 10**9, "none": 0}))
     widths = [
         float(rect.getAttribute("width")) for rect in xml.dom.minidom.parseString(html).getElementsByTagName("rect")
     ]
-    assert widths[0] == pytest.approx(3 * widths[1]) and "weights 3.0 GB" in html
+    assert (
+        widths[0] == pytest.approx(3 * widths[1])
+        and "weights 3.0 GB" in html
+        and "none" not in html.split("by owner")[-1]
+    )
 
 
 def ends_with(dashboard: Dashboard, words: str) -> bool:

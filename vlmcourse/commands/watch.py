@@ -79,7 +79,7 @@ def draw_view(view: RunView) -> Group:
             means = f"; means of {view.window_steps} steps" if view.window_steps > 1 else ""
             parts.append(Text(LEGEND + means, style="dim"))
     if view.owners_bytes:
-        held = ", ".join(f"{owner} {show_bytes(size)}" for owner, size in view.owners_bytes.items())
+        held = ", ".join(f"{owner} {show_bytes(size)}" for owner, size in view.owners_bytes.items() if size)
         parts.append(Text(f"memory by owner, the most that any rank holds of each: {held}"))
     parts += [Text(remark) for remark in list_remarks(view)]
     return Group(*parts)

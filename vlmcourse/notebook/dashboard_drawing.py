@@ -57,7 +57,7 @@ def draw_run(view: RunView, heading: str = "") -> str:
         )
     if any(rank.step for rank in view.ranks):
         parts.append(_draw_ranks(view))
-    if view.owners_bytes:
+    if any(view.owners_bytes.values()):
         parts.append(_draw_owners(view.owners_bytes))
     parts += [f"<div>{escape(remark[:1].upper() + remark[1:])}.</div>" for remark in list_remarks(view)]
     return f'<div style="{PAPER}">{"".join(parts)}</div>'
@@ -209,7 +209,8 @@ def _swatch(colour: str, text: str) -> str:
 
 def _draw_owners(owners: dict[str, int]) -> str:
     """Draw one bar of all owners, one after the other."""
-    total = sum(owners.values()) or 1
+    owners = {owner: size for owner, size in owners.items() if size}
+    total = sum(owners.values())
     parts, left = [], 0.0
     for owner, size in owners.items():
         width = WIDTH * size / total

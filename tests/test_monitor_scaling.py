@@ -141,9 +141,10 @@ def test_ranks_form_smaller_groups_and_the_whole_one_again(found: list[dict[str,
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_starts() -> None:
-    for options in ({"num_turns": 1}, {"num_steps": 0}, {"kinds": ("string",)}, {"kinds": ()}):
+    wrong: tuple[dict[str, Any], ...] = ({"num_turns": 1}, {"num_steps": 0}, {"kinds": ("string",)}, {"kinds": ()})
+    for options in wrong:
         with pytest.raises(ValueError, match="need some of"):
-            measure_scaling(**({"sizes": (1, 2)} | options))
+            measure_scaling(sizes=(1, 2), **options)
     with pytest.raises(ValueError, match="start 2 or more"):
         measure_scaling()
 
@@ -168,5 +169,6 @@ def test_figures_show_the_fits_the_losses_and_who_shared_cores(kind: str, tmp_pa
     assert all(name in shown for name in (*LOSSES, "efficiency", "4 ranks *", "more ranks than the 2 cores"))
     figure = plot_losses_of_efficiency(dataclasses.replace(report, num_cores=None))
     assert "*" not in texts_of(figure)
-    widths = [bar.get_width() for bar in figure.axes[0].patches]
+    bars: Any = figure.axes[0].patches
+    widths = [bar.get_width() for bar in bars]
     assert sum(widths[:6]) == pytest.approx(100)  # the bars of 2 ranks: efficiency and five losses

@@ -122,7 +122,7 @@ def by_scipy_and_logarithms() -> Answer:
         return abs(a) / (abs(a) + abs(b))
 
     def split(alone, by_rank):
-        own = [statistics.fsum(v for k, v in rank.items() if k != "communication_s") for rank in by_rank]
+        own = [math.fsum(v for k, v in rank.items() if k != "communication_s") for rank in by_rank]
         total = math.fsum(map(math.fsum, (rank.values() for rank in by_rank)))
         found = dict.fromkeys(LOSSES, 0.0)
         for rank, mine in zip(by_rank, own, strict=True):

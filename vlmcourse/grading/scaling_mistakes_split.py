@@ -135,7 +135,7 @@ SPLIT_ASPECTS: dict[str, list[Choice]] = {
 NOTHING = 1e-6
 """Up to which a part is none."""
 OF_NOTHING = {"imbalance": MEAN_RANK, "serial": WEAK}
-"""What a part that comes out as nothing looks like: every rank repeats the optimizer's time, no loss in weak scaling."""
+"""What a part that comes out as nothing looks like: each rank repeats the optimizer's time, no loss in weak scaling."""
 
 
 def _compute_gap(case: SplitCase) -> float:

@@ -33,10 +33,11 @@ def make_times(
     sizes: Sequence[int] = SIZES,
     num_turns: int = 4,
     noise: float = 0.0,
+    seed: int = 5,
     kind: str = "strong",
     measured: bool = True,
 ) -> list[RankTimes]:
-    rng = random.Random(5)
+    rng = random.Random(seed)
     turns = [rng.uniform(0.7, 1.5) for _ in range(num_turns)] if noise else [1.0] * num_turns
     found = []
     for n in sizes:
@@ -113,6 +114,8 @@ def test_a_fit_finds_what_was_put_in() -> None:
         fit = fit_communication(kind, times)
         wanted = terms if kind == "strong" else (0, *terms[1:])
         assert (fit.serial_s, fit.parallel_s, fit.latency_s, fit.bandwidth_s) == pytest.approx(wanted, abs=1e-9)
+        speedup = (8 if kind == "weak" else 1) * fit.predict_s(1) / fit.predict_s(8)
+        assert fit.predict_speedup(8) == pytest.approx(speedup)
         assert fit.spare_sizes == 2 and "proves nothing" not in str(fit)
     no_rank_alone = fit_amdahl("strong", make_times(0.02, 0.5, sizes=(4, 8, 32)))
     assert no_rank_alone.predict_s(1) == pytest.approx(0.52)
@@ -159,6 +162,12 @@ def test_laws_are_told_apart_only_where_the_spread_between_turns_allows_it() -> 
     assert math.isnan(once.p_value) and not once.tells_apart
     weak = compare_laws("weak", make_times(0, 0.5, 0.01, kind="weak", noise=0.02))
     assert weak.tells_apart
+
+
+def test_chance_alone_tells_laws_apart_about_as_seldom_as_it_is_said_to() -> None:
+    drawn = [make_times(0.05, 0.5, noise=0.05, sizes=(1, 2, 4, 8), seed=seed) for seed in range(200)]
+    num_told = sum(compare_laws("strong", times).tells_apart for times in drawn)
+    assert 2 <= num_told <= 15  # 5 % of 200, of which terms that cannot be below 0 leave about a half
 
 
 def test_one_rank_more_stops_paying_where_the_arithmetic_says() -> None:

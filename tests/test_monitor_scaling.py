@@ -175,3 +175,4 @@ def test_figures_show_the_fits_the_losses_and_who_shared_cores(kind: str, tmp_pa
     bars: Any = figure.axes[0].patches
     widths = [bar.get_width() for bar in bars]
     assert sum(widths[:6]) == pytest.approx(100)  # the bars of 2 ranks: efficiency and five losses
+    assert max(bar.get_x() + bar.get_width() for bar in bars[:6]) == pytest.approx(100)

@@ -1,6 +1,6 @@
 """How long the memory calculator takes from a moved slider to the new bar, in the kernel: median and slowest.
 
-    python bench/memory_calculator.py
+    python bench/memory_calculator.py > bench/memory_calculator.md      # a minute
 
 What is not in it: the message to the browser and its drawing. A figure of matplotlib is timed beside it.
 """
@@ -8,6 +8,7 @@ What is not in it: the message to the browser and its drawing. A figure of matpl
 from __future__ import annotations
 
 import io
+import os
 import random
 import statistics
 import sys
@@ -62,12 +63,15 @@ def measure_figure_ms(num_figures: int) -> list[float]:
 def main() -> None:
     # Of this folder, comm.py would stand for the package that ipywidgets imports.
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
-    print(f"{'':28}{'median ms':>10}{'slowest ms':>12}   goal {GOAL_MS} ms")
+    from vlmcourse.machine import describe_machine
+
+    print(f"{describe_machine()}, load {os.getloadavg()[0]:.1f}. Made by `python bench/memory_calculator.py`.\n")
+    print(f"| goal: within {GOAL_MS} ms of the slider | median (ms) | slowest (ms) |\n| --- | --- | --- |")
     for name, found in (
         ("calculator, 1000 moves", measure_updates_ms(1000)),
         ("a matplotlib figure, 20", measure_figure_ms(20)),
     ):
-        print(f"{name:28}{statistics.median(found):10.2f}{max(found):12.2f}")
+        print(f"| {name} | {statistics.median(found):.2f} | {max(found):.2f} |")
 
 
 if __name__ == "__main__":

@@ -201,15 +201,15 @@ def unweighted_backward() -> Iterator[None]:
     """The split vocabulary weighs the loss, and not its gradient."""
     from vlmcourse.parallel import vocabulary
 
-    real = vocabulary._VocabularyLossSum.forward
+    real = vocabulary._VocabularyLosses.forward
 
     def forward(ctx: Any, logits: Any, labels: Any, weights: Any, first_row: int, group: Any) -> Any:
-        total = real(ctx, logits, labels, weights, first_row, group)
+        losses = real(ctx, logits, labels, weights, first_row, group)
         softmax, row, _, mine = ctx.to_save
         ctx.save_for_backward(softmax, row, (weights > 0).float(), (mine > 0).float())
-        return total
+        return losses
 
-    with mock.patch.object(vocabulary._VocabularyLossSum, "forward", staticmethod(forward)):
+    with mock.patch.object(vocabulary._VocabularyLosses, "forward", staticmethod(forward)):
         yield
 
 

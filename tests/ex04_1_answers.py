@@ -82,8 +82,11 @@ RIGHT_ANSWERS: dict[str, dict[str, str]] = {
             whole, each = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}.get(zero_stage) or stop()
             return Fraction(whole * num_params * num_ranks + each * num_params, num_ranks)
 
+        class StageError(ValueError):
+            pass
+
         def stop():
-            raise ValueError
+            raise StageError
         """,
         C: """
         def choose_strategy(model, cluster):

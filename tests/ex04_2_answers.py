@@ -25,10 +25,14 @@ def batch_by_division(micro_batch, accumulation, num_gpus, tp, pp, cp):
     return micro_batch * accumulation * dp
 
 
+class DegreesError(ValueError):
+    pass
+
+
 def batch_by_fraction(micro_batch, accumulation, num_gpus, tp, pp, cp):
     dp = Fraction(num_gpus, tp * pp * cp)
     if dp.denominator != 1:
-        raise ValueError
+        raise DegreesError
     return float(micro_batch * accumulation * dp)
 
 

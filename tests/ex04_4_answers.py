@@ -67,13 +67,17 @@ def plain() -> Answer:
     )
 
 
+class StageError(ValueError):
+    pass
+
+
 TABLE = {"fp32": (4, 4, 8), "fp16_mixed": (2, 2, 12), "bf16_mixed": (2, 2, 12), "bf16_fp32_grads": (2, 4, 12)}
 
 
 def _of_table(column, first):
     def function(num_params, num_ranks, stage, precision):
         if not 0 <= stage <= 3:
-            raise ValueError
+            raise StageError
         share = Fraction(1, num_ranks) if stage >= first else Fraction(1)
         return TABLE[precision][column] * num_params * share
 
@@ -225,6 +229,15 @@ def _kept(of_layer: Any) -> Any:
     return lambda L, h, a, s, b, p, flash: L * s * b * h * of_layer(h, a, s, flash) * TABLE[p][0] / 2
 
 
+def _report_with_scores(vision, language, batch, seq_len, image_tokens, num_ranks, stage, precision):
+    """The report as it is without flash attention."""
+    found = plain()["report"](vision, language, batch, seq_len, image_tokens, num_ranks, stage, precision)
+    micro, kept = batch // num_ranks, plain()["activations"]
+    size = kept(*_shape(language), seq_len, micro, precision, False)
+    size += kept(*_shape(vision), 1024, micro * image_tokens // 256, precision, False)
+    return found | {"activations": size / GIB, "total": found["total"] - found["activations"] + size / GIB}
+
+
 WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     "one Adam moment": (
         _build(_sizes(optimizer=lambda _, size: size - 4)),
@@ -296,6 +309,45 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
         {"gradients": "18 bytes a parameter in all"},
     ),
     "fp32 gradients twice": (_build({"bf16_fp32_grads": (2, 6, 12)}), {"gradients": "they are kept once"}),
+    "gradients twice": (
+        _build(_sizes(gradients=lambda _, size: 2 * size)),
+        {part: "as if DDP's buckets were a second copy" for part in ("gradients", "report")},
+    ),
+    "gradients twice in DDP": (
+        plain() | {"gradients": lambda p, n, s, x: plain()["gradients"](p, n, s, x) * (1 if s else 2)},
+        {"gradients": "in DDP alone you counted gradients twice"},
+    ),
+    "fp32 gradients are the optimizer's": (
+        _build({"bf16_fp32_grads": (2, 2, 16)}),
+        {
+            "gradients": "18 bytes a parameter in all",
+            "optimizer": "you counted the fp32 gradients of bf16_fp32_grads among",
+        },
+    ),
+    "total in GB": (
+        plain() | {"report": lambda *a: (r := plain()["report"](*a)) | {"total": r["total"] * GIB / 1e9}},
+        {"report": "total: it looks as if you divided by 10^9, which gives GB"},
+    ),
+    "tiles of 1024 tokens": (
+        _build(positions=lambda s, i: (s, 1024 * max(1, i // 1024))),
+        {"report": "you counted a tile for each 1024 image tokens"},
+    ),
+    "tiles of 1024 tokens, or none": (
+        _build(positions=lambda s, i: (s, 1024 * (i // 1024))),
+        {"report": "you counted a tile for each 1024 image tokens"},
+    ),
+    "report without flash": (
+        plain() | {"report": _report_with_scores},
+        {"report": "the report is of flash attention"},
+    ),
+    "scores counted once": (
+        _build(kept=_kept(lambda h, a, s, flash: 34 + 2 * a * s / h * (not flash))),
+        {"activations": "you counted the scores of attention once"},
+    ),
+    "a byte a score": (
+        _build(kept=_kept(lambda h, a, s, flash: 34 + a * s / h * (not flash))),
+        {"activations": "you counted the scores of attention once"},
+    ),
     "GB for GiB": (
         _build(gib=1e9),
         {"report": "it looks as if you divided by 10^9, which gives GB"},
@@ -367,6 +419,18 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
         _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h + (not f) * 5 * a * s)),
         {"activations": "you did not double it in fp32", "report": "you did not double it in fp32"},
     ),
+    "34 alone doubled in fp32": (
+        _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h * TABLE[p][0] / 2 + (not f) * 5 * a * s)),
+        {"activations": "It looks as if in fp32 you doubled the 34 bytes and not the scores"},
+    ),
+    "scores alone doubled in fp32": (
+        _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h + (not f) * 5 * a * s * TABLE[p][0] / 2)),
+        {"activations": "It looks as if in fp32 you doubled the scores of attention and not"},
+    ),
+    "doubled with fp32 gradients": (
+        _build(kept=lambda L, h, a, s, b, p, f: L * s * b * (34 * h + (not f) * 5 * a * s) * TABLE[p][1] / 2),
+        {"activations": "It looks as if you doubled it in bf16_fp32_grads too"},
+    ),
     "masks of one byte": (
         _build(
             kept=lambda L, h, a, s, b, p, f: (
@@ -389,7 +453,7 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     ),
     "no total": (
         plain() | {"report": lambda *a: {k: v for k, v in plain()["report"](*a).items() if k != "total"}},
-        {"report": "the report lacks total"},
+        {"report": ": the report has no total\n"},
     ),
     "total without activations": (
         plain() | {"report": lambda *a: (r := plain()["report"](*a)) | {"total": r["total"] - r["activations"]}},

@@ -23,8 +23,11 @@ def shard_by_slices(w_in, b_in, w_out, b_out, rank, world_size):
 
 
 def shard_by_chunks_into_a_dict(w_in, b_in, w_out, b_out, rank, world_size):
+    class UnevenError(ValueError):
+        pass
+
     if len(w_in) % world_size != 0:
-        raise ValueError
+        raise UnevenError
     parts = {"b_out": torch.nn.Parameter(b_out), "w_out": w_out.chunk(world_size, dim=1)[rank].contiguous()}
     return parts | {"w_in": w_in.view(world_size, -1, w_in.shape[1])[rank], "b_in": b_in.view(world_size, -1)[rank]}
 

@@ -9,9 +9,13 @@ import math
 import numpy as np
 
 
+class StagesError(ValueError):
+    pass
+
+
 def check(costs, num_stages):
     if not 1 <= num_stages <= len(costs):
-        raise ValueError(f"{num_stages} stages for {len(costs)} layers")
+        raise StagesError(f"{num_stages} stages for {len(costs)} layers")
 
 
 def counts_of(cuts, costs):

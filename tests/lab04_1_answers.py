@@ -68,6 +68,10 @@ def recursion_with_memory(inputs, inside, costs, limit):
     return [range(*pair) for pair in plan]
 
 
+class LimitError(ValueError):
+    pass
+
+
 def cheapest_path(inputs, inside, costs, limit):
     """Dijkstra over (layer, bytes kept); the first plan that reaches the end is the cheapest."""
     n = len(costs)
@@ -88,7 +92,7 @@ def cheapest_path(inputs, inside, costs, limit):
                 break
             extra = sum(costs[layer:end])
             heapq.heappush(heap, (spent + extra, next(number), end, kept + inputs[layer], (*plan, (layer, end))))
-    raise ValueError("impossible")
+    raise LimitError("impossible")
 
 
 def from_the_end_with_tensors(inputs, inside, costs, limit):

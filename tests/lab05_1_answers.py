@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -189,7 +190,55 @@ class Slices:
             p.grad = part.grad = None
 
 
-RIGHT = (Owners, RoundRobin, Flat, FlatScattered, Slices)
+class OwnersPadded(Owners):
+    """Owners' weights in a row of the longest share's size, all gathered at once."""
+
+    def share(self):
+        pairs = list(zip(self.params, self.owners, strict=True))
+        sizes = [sum(p.numel() for p, owner in pairs if owner == rank) for rank in range(self.n)]
+        mine = torch.cat([*(p.data.flatten() for p in self.mine()), torch.zeros(max(sizes) - sizes[self.rank])])
+        rows = [torch.empty(max(sizes)) for _ in range(self.n)]
+        dist.all_gather(rows, mine)
+        for rank, row in enumerate(rows):
+            parts = row[: sizes[rank]].split([p.numel() for p, owner in pairs if owner == rank])
+            for p, part in zip((p for p, owner in pairs if owner == rank), parts, strict=True):
+                p.data.copy_(part.view_as(p))
+
+
+class InNumpy(Owners):
+    """Adam by hand on arrays; what is kept is written as `keep` says."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay):
+        super().__init__(params, lr, betas, eps, weight_decay)
+        del self.inner
+        self.settings, self.state = (lr, *betas, eps, weight_decay), self.make_state()
+
+    def make_state(self):
+        return {}
+
+    def keep(self, moment):
+        return moment
+
+    @torch.no_grad()
+    def update(self):
+        lr, b1, b2, eps, decay = self.settings
+        for index, p in enumerate(self.params):
+            if p.grad is None or all(p is not each for each in self.mine()):
+                continue
+            grad, (m, v, t) = p.grad.numpy(), self.state.get(index, (0.0, 0.0, 0))
+            m, v = (np.asarray(moment, dtype=np.float32) for moment in (m, v))
+            m, v, t = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2, t + 1
+            self.state[index] = (self.keep(m), self.keep(v), t)
+            change = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+            p.copy_(torch.from_numpy((1 - lr * decay) * p.numpy() - lr * change))
+
+
+class InLists(InNumpy):
+    def keep(self, moment):
+        return moment.tolist()
+
+
+RIGHT = (Owners, RoundRobin, Flat, FlatScattered, Slices, OwnersPadded, InNumpy, InLists)
 
 # --- Wrong ----------------------------------------------------------------------------------------------------------
 
@@ -202,6 +251,37 @@ class HoldsAll(Owners):
 class HoldsAllAndSharesNothing(HoldsAll):
     def share(self):
         pass
+
+
+class AllInNumpy(InNumpy):
+    def mine(self):
+        return self.params
+
+    def share(self):
+        pass
+
+
+class AllInLists(AllInNumpy):
+    def keep(self, moment):
+        return moment.tolist()
+
+
+class AllInItsClass(AllInNumpy):
+    """Whole moments in a dictionary of the class, which is older than the optimizer."""
+
+    of_class: Any = {"": []}  # holds a container, so that `gc` lists it from the beginning
+
+    def make_state(self):
+        self.of_class.clear()
+        return self.of_class
+
+
+class CopiesAllWeights(Owners):
+    """The moments of its share, and a whole fp32 copy of the weights."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay):
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.copies = [p.detach().clone() for p in self.params]
 
 
 class NeverShares(Owners):
@@ -325,6 +405,44 @@ class BetasSwapped(Owners):
         super().__init__(params, lr, betas[::-1], eps, weight_decay)
 
 
+class NeverFalls(Owners):
+    def __init__(self, params, lr, betas, eps, weight_decay):
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.inner.param_groups[0]["amsgrad"] = True
+
+
+class DecaysMatricesOnly(Owners):
+    def __init__(self, params, lr, betas, eps, weight_decay):
+        super().__init__(params, lr, betas, eps, weight_decay)
+        groups = [
+            {"params": [p for p in self.mine() if (p.dim() > 1) == is_matrix], "weight_decay": weight_decay * is_matrix}
+            for is_matrix in (True, False)
+        ]
+        self.inner = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+
+
+class ClipsFirst(Owners):
+    def average(self):
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        super().average()
+
+
+class ShortGradients(Owners):
+    def average(self):
+        for p in self.params:
+            if p.grad is not None:
+                short = p.grad.bfloat16()
+                dist.all_reduce(short)
+                p.grad = short.float() / self.n
+
+
+class ShortMoments(Owners):
+    def update(self):
+        super().update()
+        for state in self.inner.state.values():
+            state |= {name: state[name].bfloat16().float() for name in ("exp_avg", "exp_avg_sq")}
+
+
 class HalfTheRate(Owners):
     def __init__(self, params, lr, betas, eps, weight_decay):
         super().__init__(params, lr / 2, betas, eps, weight_decay)
@@ -356,6 +474,13 @@ class ZeroesGradients(Owners):
     def zero_grad(self):
         for p in self.params:
             p.grad = torch.zeros_like(p)
+
+
+class ZeroesInPlace(Owners):
+    def zero_grad(self):
+        for p in self.params:
+            if p.grad is not None:
+                p.grad.zero_()
 
 
 class TrainsFrozen(Owners):
@@ -491,6 +616,10 @@ class Library:
 WRONG: dict[type, tuple[float, str]] = {
     HoldsAll: (7, "Keep the moments of this rank's share alone"),
     HoldsAllAndSharesNothing: (7, "Keep the moments of this rank's share alone"),
+    AllInNumpy: (7, "and that is DDP"),
+    AllInLists: (7, "and that is DDP"),
+    AllInItsClass: (7, "and that is DDP"),
+    CopiesAllWeights: (7, "Buffers of all numbers must not outlive step()"),
     NeverShares: (0, "each rank moves its own share of the weights and never gets the others'"),
     Summed: (0, "gradients are added up over the ranks and not averaged"),
     DividedTwice: (0, "divided by the number of ranks once too often"),
@@ -509,17 +638,23 @@ WRONG: dict[type, tuple[float, str]] = {
     Decays: (0, "weight decay is applied twice"),
     DecayForgotten: (0, "weight decay is missing"),
     BetasSwapped: (0, "the betas are swapped"),
+    NeverFalls: (0, "which is AMSGrad"),
+    DecaysMatricesOnly: (0, "weights of one dimension are not decayed"),
+    ClipsFirst: (0, "clips its own gradient to norm 1 before the mean"),
+    ShortGradients: (0, "rounded to 16 bits"),
+    ShortMoments: (0, "rounded to 16 bits"),
     HalfTheRate: (0, "weights are not those of torch.optim.AdamW"),
     CountsCalls: (6.67, "by the number of calls of step()"),
     NoCorrection: (0, "the bias of the moments is not corrected"),
     MomentsForgotten: (0, "moments begin anew in every step"),
     KeepsGradients: (0, "zero_grad() must drop them"),
     ZeroesGradients: (6.67, "moved on by its momentum"),
+    ZeroesInPlace: (6.67, "zero_grad() must set grad to None: it fills grad with zeros"),
     TrainsFrozen: (3.33, "the parameter with requires_grad=False was changed"),
     DropsTheRemainder: (0, "what is left over when N does not divide is dropped"),
     PaddingLeftIn: (0, "drop the padding"),
     SharesOverlap: (0, "place(s) too"),
-    KeepsTheRow: (7, "no other buffers after step()"),
+    KeepsTheRow: (7, "Buffers of all numbers must not outlive step()"),
     SendsMoments: (9, "and no moments"),
     SumsTheWeights: (9, "are enough: average each gradient once"),
     NotQuiteEqual: (9, "differ between ranks in their last bits"),
@@ -531,7 +666,18 @@ WRONG: dict[type, tuple[float, str]] = {
 }
 """By class: points of 10, and words that are said."""
 
-ALSO_ON_THREE = (HoldsAll, NeverShares, HalfTheRate, Decays, WrongOwner, DropsTheRemainder, SharesOverlap, SendsMoments)
+ALSO_ON_THREE = (
+    HoldsAll,
+    CopiesAllWeights,
+    NeverShares,
+    ShortGradients,
+    HalfTheRate,
+    Decays,
+    WrongOwner,
+    DropsTheRemainder,
+    SharesOverlap,
+    SendsMoments,
+)
 """Wrong answers that look another way, or could, where ranks are neither two nor a divisor of anything."""
 
 OUT_OF_ORDER = (OwnOrder, OwnersReduceOnly)

@@ -22,6 +22,7 @@ from stub_ops import StubBuilder, stub_ops
 from vlmcourse.config import TrainConfig
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.parallel import apply, engine_offload, engines, fsdp, op_builds
+from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.engine_places import measure_state_places, swap_files
 from vlmcourse.parallel.gather import gather_plain_state
 from vlmcourse.parallel.nvme import SUFFIX
@@ -298,6 +299,13 @@ def build_together(ranks: Ranks, folder: Path) -> dict[str, Any]:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     found: dict[str, Any] = {"said": ""}
     target = op_builds.find_build_folder(StubBuilder.name)
+    (target / op_builds.LOCK).touch()
+    try:
+        op_builds.load_op(StubBuilder(target), ranks)
+    except ValueError as error:
+        found["stale"] = str(error)
+    (target / op_builds.LOCK).unlink(missing_ok=True)
+    wait_for_all(ranks)
     try:
         op_builds.load_op(StubBuilder(target, error=RuntimeError("line 1\nline 2: error")), ranks)
     except RuntimeError as error:

@@ -6,7 +6,7 @@ They do the same arithmetic and the same files, so that all of DeepSpeed around 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,7 +88,10 @@ class StubBuilder:
 
     name = "stub"
 
-    def __init__(self, folder: Path, build_s: float = 0.0, error: Exception | None = None) -> None:
+    def __init__(
+        self, folder: Path, build_s: float = 0.0, error: Exception | None = None, on_load: Callable[[], object] = bool
+    ) -> None:
+        self.on_load = on_load
         self.folder, self.build_s, self.error, self.num_loads = folder, build_s, error, 0
 
     def sources(self) -> list[str]:
@@ -98,6 +101,7 @@ class StubBuilder:
         self.num_loads += 1
         if not (self.folder / "stub.so").exists():
             (self.folder / "one.o").touch()
+            self.on_load()
             time.sleep(self.build_s)
             if self.error is not None:
                 raise self.error

@@ -93,6 +93,7 @@ def test_every_command_explains_its_arguments(command: str, capsys: pytest.Captu
         (["train", TINY, "other.toml"], "unrecognized arguments: other.toml\n"),
         (["--foo", "train", TINY], "--foo: choose one of --help, --version"),
         (["train", TINY, "--nproc", "two"], "invalid int value: 'two'"),
+        (["train", TINY, "--deepspeed", ""], "--deepspeed: the path is empty: name a ds_config.json"),
     ],
 )
 def test_wrong_arguments_are_explained(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,6 +263,54 @@ def test_an_interrupted_run_says_how_to_go_on(
     (pointer.parent / "step_000002" / "meta.json").write_text('{"step": 2}', encoding="utf-8")
     assert cli.main([*arguments(tmp_path), *ranks, "--resume"]) == 130
     assert f"{words} Go on from the last checkpoint with --resume." in capsys.readouterr().err
+
+
+def test_a_request_to_end_is_an_interrupt_except_for_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*args: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "_start_ranks", end)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        assert cli.main([*arguments(tmp_path), "--nproc", "2"]) == 130
+        assert "interrupted; all 2 ranks have ended" in capsys.readouterr().err
+        assert signal.getsignal(signal.SIGTERM) is ours
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setattr(train, "run", end)
+        assert cli.main(["train", TINY]) == 0  # a rank ends as it did
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("argv", [["train", "--help"], ["explain", "ds.json"], ["explain", "ds.json", "--json"]])
+def test_a_reader_that_has_left_gets_no_traceback(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}", encoding="utf-8")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(argv) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_that_broke_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr(train, "run", fail)
+    read_end, write_end = os.pipe()
+    with open(read_end), open(write_end, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(BrokenPipeError, match="of a socket"):
+            cli.main(["train", TINY])
 
 
 def test_overrides_are_typed_as_toml_types_them() -> None:

@@ -176,6 +176,8 @@ def test_a_missing_file_is_told_with_its_folder_and_the_path_that_would_work(
     assert f"in the folder {str(chapter)!r}: give the path" in str(caught.value)
     with pytest.raises(FileNotFoundError, match="none.toml': give the path"):
         load_config(tmp_path / "none.toml")
+    with pytest.raises(FileNotFoundError, match="'../../configs' is a folder: give the path of a TOML file"):
+        load_config("../../configs")
 
 
 def test_direct_construction_is_checked_too() -> None:

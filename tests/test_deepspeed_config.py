@@ -146,10 +146,17 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     (zero(stage=4), "zero_optimization.stage = 4: must be one of 0, 1, 2, 3"),
     (
         zero(reduce_bucket_size="5e8"),
-        'zero_optimization.reduce_bucket_size = "5e8": must be a whole number, 0 or \
+        'zero_optimization.reduce_bucket_size = "5e8": must be a whole number, 1 or \
 greater, not a text',
     ),
     (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size = 0: must be 1 or greater"),
+    ({"train_batch_size": "32"}, 'train_batch_size = "32": must be a whole number, 1 or greater, not a text'),
+    ({"train_batch_size": 1.5}, "train_batch_size = 1.5: must be a whole number, 1 or greater"),
+    (
+        {"enabled": True},
+        "enabled: DeepSpeed 0.19.8 has no such key; it belongs into one of its sections, such as 'fp16', 'bf16', "
+        "'torch_autocast', 'tensorboard'",
+    ),
     (zero(sub_group_size=1.5), "zero_optimization.sub_group_size = 1.5: must be a whole number, 0 or greater"),
     (zero(overlap_comm="true"), 'zero_optimization.overlap_comm = "true": must be true or false, not a text'),
     (
@@ -288,7 +295,14 @@ does not do it; leave it out",
     (
         {**zero(), "scheduler": {"type": "WarmupLR"}},
         "scheduler: a run's rates follow [optimizer] warmup_steps and \
-min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out",
+min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or write 'auto' for all of its \
+params",
+    ),
+    (
+        {**zero(), "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": 9}}},
+        "scheduler: a run's rates follow [optimizer] warmup_steps and \
+min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or write 'auto' for all of its \
+params",
     ),
     (
         {**zero(), "bf16": {"enabled": True}},
@@ -373,6 +387,32 @@ def test_what_a_file_leaves_out_of_the_run_is_the_runs() -> None:
     }
 
 
+def test_null_is_the_runs_value_too() -> None:
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    resolved = resolve_deepspeed({**zero(), **dict.fromkeys(names)}, make_run())
+    assert [resolved[name] for name in names] == [4, 2]
+
+
+def test_counts_that_json_has_as_8_point_0_are_whole_numbers() -> None:
+    written = {"train_batch_size": 16.0, "train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0}
+    written |= {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "steps_per_print": None}
+    resolved = resolve_deepspeed(written, make_run())
+    values = (*(resolved[name] for name in list(written)[:3]), resolved["zero_optimization"]["sub_group_size"])
+    assert [repr(value) for value in values] == ["16", "4", "2", "1000000000"]
+    [problem] = find_deepspeed_problems({**written, "train_batch_size": 7}, make_run())
+    assert "= 4 x 2 x 2 = 16" in problem
+
+
+def test_a_scheduler_that_is_all_auto_is_left_to_the_run() -> None:
+    params = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    moved = {"device": "cpu", "pin_memory": True}  # the documentation's own example has both
+    written = {**zero(offload_optimizer=moved), "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    resolved = resolve_deepspeed(written, make_run())
+    assert "scheduler" not in resolved and resolved["zero_optimization"]["offload_optimizer"] == moved
+    rows = explain_deepspeed(written, make_run(optimizer={"warmup_steps": 0}))
+    assert {row.name: row.value for row in rows}["scheduler.params.warmup_num_steps"] == 1  # as transformers has it
+
+
 def test_sizes_of_an_unknown_model_are_not_guessed() -> None:
     run = Run(make_run().config, 2)
     with pytest.raises(ConfigError, match="reduce_bucket_size = 'auto': the hidden size of the model is not known"):
@@ -434,8 +474,30 @@ def test_each_key_is_explained_with_its_value_where_that_comes_from_and_the_defa
     assert (row.value, row.source, row.default) == (640, "auto", 100_000)
     assert (rows["steps_per_print"].value, rows["steps_per_print"].source) == (2000, "file")
     assert "whole on every rank" in row.does
+    assert (rows["optimizer.params.lr"].value, rows["optimizer.params.lr"].source) == (1e-3, "auto")
+    several = {"lr_vision": 1e-4, "lr_projector": 1e-3, "lr_language": 3e-4}
+    (row,) = explain_deepspeed(RIGHT, make_run(optimizer=several), ["optimizer.params.lr"])
+    assert row.value == {"vision": 1e-4, "projector": 1e-3, "language": 3e-4}
+    assert "vision 0.0001, projector 0.001, language 0.0003" in explanation_table([row])
     without = {row.name: row for row in explain_deepspeed(RIGHT)}
     assert without["train_batch_size"].value == "auto"
+
+
+def test_auto_is_filled_in_by_the_stage_of_the_file() -> None:
+    name = "zero_optimization.stage3_param_persistence_threshold"
+    for stage, of_run, value in (
+        (3, 2, 640),
+        (2, 3, 100_000),
+        ("auto", 3, 640),
+        ("auto", 2, 100_000),
+        (None, 3, 100_000),
+    ):
+        file = {"stage": stage, "stage3_param_persistence_threshold": "auto"}
+        settings = {"zero_optimization": {key: value for key, value in file.items() if value is not None}}
+        (row,) = explain_deepspeed(settings, make_run(of_run), [name])
+        assert row.value == value, (stage, of_run)
+    kept = zero(stage=2, stage3_param_persistence_threshold="auto")
+    assert not any("only stage 3 reads it" in problem for problem in find_deepspeed_problems(kept, make_run(3)))
 
 
 def test_keys_that_are_not_written_can_be_explained_too() -> None:
@@ -487,6 +549,15 @@ def test_the_command_explains_a_file_and_then_says_what_is_wrong(
     assert len(found["problems"]) == 1 and found["keys"][0]["name"] == "zero_optimization.stage"
     assert cli.main(["explain", "right.json", "--nproc", "2"]) == 2
     assert "with --config" in capsys.readouterr().err
+    for strategy in ("ddp", "auto", "accelerate-ddp"):
+        run = ["--config", "run.toml", "--set", f"parallel.strategy={strategy}", "--nproc", "2"]
+        assert cli.main(["train", *run[1:], "--deepspeed", "right.json"]) == 2
+        sentence = capsys.readouterr().err.splitlines()[1]
+        assert "only DeepSpeed reads it" in sentence
+        assert cli.main(["explain", "right.json", *run]) == 2
+        assert sentence in capsys.readouterr().err.splitlines()
+        assert cli.main(["explain", "right.json", *run, "--json"]) == 2
+        assert sentence.removeprefix("  - ") in json.loads(capsys.readouterr().out)["problems"]
     assert cli.main(["explain", "right.json", "--all"]) == 0
     assert "aio.block_size" in capsys.readouterr().out
 
@@ -496,4 +567,6 @@ def test_train_refuses_a_file_before_any_rank_starts(files: Path, capsys: pytest
     said = capsys.readouterr().err
     assert "wrong.json has 2 problems" in said and "set the strategy to 'deepspeed-zero2'" in said
     assert cli.main(["train", "run.toml", "--nproc", "2", "--deepspeed", "none.json"]) == 2
-    assert "There is no file 'none.json'" in capsys.readouterr().err
+    assert f"There is no file 'none.json' in the folder {str(files)!r}: give the path" in capsys.readouterr().err
+    assert cli.main(["explain", str(files)]) == 2
+    assert f"{str(files)!r} is a folder: give the path of DeepSpeed's JSON" in capsys.readouterr().err

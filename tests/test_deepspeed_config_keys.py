@@ -193,10 +193,11 @@ def test_auto_becomes_what_transformers_makes_of_it() -> None:
     for stage in (2, 3):
         written["zero_optimization"]["stage"] = stage
         theirs = integration.HfTrainerDeepSpeedConfig(json.loads(json.dumps(written)))
-        optimizer = {"lr_language": 3e-4, "beta1": 0.8, "beta2": 0.97, "eps": 1e-7, "weight_decay": 0.02}
+        optimizer = {"beta1": 0.8, "beta2": 0.97, "eps": 1e-7, "weight_decay": 0.02, "warmup_steps": 7}
+        optimizer |= dict.fromkeys(("lr_vision", "lr_projector", "lr_language"), 3e-4)
         train = {"micro_batch_size": 3, "accumulation_steps": 4, "max_grad_norm": 0.7, "num_steps": 90}
         parallel = {"strategy": f"deepspeed-zero{stage}"}
-        config = parse_config({"train": train, "optimizer": optimizer | {"warmup_steps": 7}, "parallel": parallel})
+        config = parse_config({"train": train, "optimizer": optimizer, "parallel": parallel})
         arguments = types.SimpleNamespace(
             **{"world_size": 5, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 4},
             **{"max_grad_norm": 0.7, "learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.97},
@@ -212,7 +213,7 @@ def test_auto_becomes_what_transformers_makes_of_it() -> None:
             if expected == "auto":  # below stage 3 DeepSpeed drops it, and takes its default
                 expected = KEYS[name].default
             assert AUTO[name](run) == expected, (stage, name)
-        ours = resolve_deepspeed({key: value for key, value in written.items() if key != "scheduler"}, run)
+        ours = resolve_deepspeed(written, run)
         assert "auto" not in json.dumps(ours)
         assert ours["train_batch_size"] == 60 and ours["zero_optimization"]["reduce_bucket_size"] == 96 * 96
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,8 @@ def test_one_rank_of_a_machine_compiles_for_all(found: list[dict[str, Any]]) -> 
         together = of_rank["together"]
         assert together["loaded"] == "the operation" and together["waited"]
         failed = "rank 1: the rank that builds 'stub' failed: line 2: error"
+        assert together["stale"].startswith("rank 0: a build that was killed left the file ")
+        assert together["stale"] == found[0]["together"]["stale"]  # which is shown once
         assert together["said"] == ("line 1\nline 2: error" if rank == 0 else failed)
 
 
@@ -234,6 +237,31 @@ def test_what_would_silently_do_less_is_refused(strategy: str, offload: dict[str
     with pytest.raises(ConfigError) as caught:
         config(strategy, offload)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "offload", "precision"),
+    [
+        ({"strategy": "ddp", "compression": "fp16"}, {"optimizer": "cpu"}, "fp32"),
+        ({"strategy": "zero2", "gradient_sync": "every", "prefetch": 1}, CPU | {"adam": "deepspeed"}, "bf16"),
+        ({"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"optimizer": "cpu"}, "bf16_pure"),
+        ({"strategy": "zero1"}, NVME, "bf16"),
+        ({"strategy": "deepspeed-zero0"}, {"optimizer": "cpu"}, "fp32"),
+        ({"strategy": "zero2", "prefetch": 1}, CPU | {"layered": True}, "bf16"),
+    ],
+)
+def test_what_a_refusal_proposes_is_taken(parallel: dict[str, Any], offload: dict[str, Any], precision: str) -> None:
+    table = {"parallel": parallel, "offload": offload, "train": {"precision": precision, "accumulation_steps": 2}}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(table)
+    said = next(problem for problem in caught.value.problems if problem.startswith("offload."))
+    ways = said.rpartition("; choose ")[2].split(", or ")
+    assert len(ways) == (1 if "nvme_path" in offload else 2)
+    for way in ways:
+        kept = {key: value for key, value in parallel.items() if f"parallel.{key}" not in way.partition(" without ")[2]}
+        changes = dict(re.findall(r"(\w+\.\w+) = '(\w+)'", way))
+        run = parse_config({**table, "parallel": kept}, {"parallel.strategy": way.split("'")[1], **changes})
+        assert run.offload.optimizer == offload["optimizer"]
 
 
 def test_other_precisions_and_axes_are_refused() -> None:

@@ -270,6 +270,18 @@ def test_call_turns_every_error_into_one_line(function, words):
     assert outcome.value is None and not outcome.unsolved
 
 
+def test_an_input_is_refused_by_a_value_error_of_any_class_and_by_no_other_error():
+    class StageError(ValueError):
+        pass
+
+    def fail(error):
+        raise error
+
+    assert all(call(fail, error).refused for error in (ValueError("no"), StageError("no")))
+    others = (TypeError("ValueError"), NotImplementedError(), NotImplementedError("no"), SystemExit("no"))
+    assert not any(call(fail, error).refused for error in others) and not call(int).refused
+
+
 def test_call_knows_the_blank_function_of_a_release():
     assert call(blank).unsolved
 

@@ -7,6 +7,7 @@ from typing import Any
 import cloudpickle
 import ex04_2_answers
 import pytest
+import torch
 from ex04_2_answers import (
     RIGHT_BATCHES,
     RIGHT_CHOICES,
@@ -271,6 +272,8 @@ def test_an_error_on_one_rank_is_named_and_not_the_wait_of_the_other(capsys: Any
     ex04_2.grade_steps(AnswerReports(cases=[CaseReports(case=CASES[0], by_rank=by_rank)]), 6, len(CASES))
     said = capsys.readouterr().out
     assert "rank 1 failed with KeyError: 'inputs'" in said and "waited" not in said and "4 more cases" in said
+    tensor = torch.nn.Parameter(torch.zeros(3, 4))  # as a key of a dictionary; its numbers would fill the page
+    assert describe_error(KeyError(tensor))["error"] == "KeyError: a Parameter of shape [3, 4]"
     by_rank[1] = describe_error(RuntimeError("Connection closed by peer [127.0.0.1]:5"))
     ex04_2.grade_steps(AnswerReports(cases=[CaseReports(case=CASES[0], by_rank=by_rank)]), 6, len(CASES))
     assert "ranks 0, 1 waited for the other in vain" in capsys.readouterr().out

@@ -30,6 +30,8 @@ MOST = {
     "master weights in fp32 too": 0.85,
     "no refusals": 0.95,
     "total without activations": 0.85,
+    "total in GB": 0.85,
+    "no total": 0.85,
 }
 """Share of a part's points that an answer with a slip in a corner may keep; others keep less."""
 
@@ -72,6 +74,21 @@ def test_each_owner_of_a_report_has_its_own_points(capsys: Any) -> None:
 
         assert ex04_4.check_report(spoilt, 5, 1, 4) == 4.2  # four cases of five, and the refusal
         assert f"not right are {owner}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["nothing", "a text"])
+def test_an_owner_that_a_report_lacks_takes_its_own_points_alone_and_the_others_are_told(
+    given: str, capsys: Any
+) -> None:
+    def short(*arguments: Any) -> dict[str, Any]:
+        found: dict[str, Any] = plain()["report"](*arguments)
+        del found["total"]
+        return found | {"gradients": found["gradients"] * 2} | ({"total": "1 GiB"} if given == "a text" else {})
+
+    assert ex04_4.check_report(short, 5, 1, 4) == pytest.approx(5 * (4 * 3 / 5 + 1) / 5)
+    said = capsys.readouterr().out
+    assert ("total is '1 GiB' and must be a number of GiB" if given == "a text" else "the report has no total;") in said
+    assert "; not right are gradients" in said and "gradients: it looks as if you counted gradients twice" in said
 
 
 def test_the_teams_numbers_are_those_worked_out_by_hand() -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 from typing import Any
 
 import cloudpickle
 import lab05_1_answers
+import numpy as np
 import pytest
 import torch
 from lab05_1_answers import ALSO_ON_THREE, OUT_OF_ORDER, RIGHT, WRONG
 from lab_cells import hidden_seeds, read_cells, run_blank, stated_points
 
-from vlmcourse.grading import lab05_1
+from vlmcourse.grading import lab05_1, zero_kept
 from vlmcourse.grading.pair_ranks import AnswerReports, run_answers
 from vlmcourse.grading.zero_cases import STATE_BYTES, make_params, make_zero_cases
 from vlmcourse.grading.zero_truths import MISTAKES, TOLERANCE, Update, find_fits, is_same, make_paths, play
 
 ON_TWO, ON_THREE = make_zero_cases(5, 2, 3), make_zero_cases(5, 3, 2)
 CASES = [*ON_TWO, *ON_THREE]
-ONLY_IN_SKIPPED = ("zeros", "decays_without", "calls")
+ONLY_IN_SKIPPED = ("zeros", "zeroed", "decays_without", "calls")
 """Mistakes that a parameter without a gradient is needed to see."""
 
 pytestmark = pytest.mark.timeout(600)  # on an idle machine the ranks of all answers take half a minute
@@ -66,6 +69,25 @@ def test_a_wrong_optimizer_is_told_its_mistake(answer: Any, reports: dict[str, A
     assert points == most, said.out
 
 
+def test_what_is_not_looked_at_is_not_called_wrong(reports: dict[str, Any], capsys: Any) -> None:
+    for name, counts in (
+        (
+            "Summed",
+            "weights right in 0 of 3 cases; equal on all ranks, state, bytes sent: not counted where the weights",
+        ),
+        (
+            "CountsCalls",
+            "weights right in 2 of 3 cases; equal on all ranks right in 2 of 2 cases; state right in 2 of 2",
+        ),
+        (
+            "KeepsTheRow",
+            "weights right in 3 of 3 cases; equal on all ranks right in 3 of 3 cases; state right in 0 of 3",
+        ),
+    ):
+        lab05_1.grade_optimizer(reports[name], 10, len(ON_TWO))
+        assert capsys.readouterr().out.splitlines()[-1].startswith(counts), name
+
+
 def test_collectives_in_another_order_on_each_rank_are_told_so(capsys: Any) -> None:
     for name, reports in run(list(OUT_OF_ORDER), CASES[:1]).items():
         assert lab05_1.grade_optimizer(reports, 10, 1) == 0
@@ -103,7 +125,7 @@ def test_the_update_played_right_is_that_of_torch_and_each_mistake_differs() -> 
         for word in MISTAKES:
             assert word in find_fits(paths[word], paths)
             off = float((paths[word][-1] - paths["right"][-1]).abs().max())
-            assert off > 1e-3 or (word in ONLY_IN_SKIPPED and case.kind != "skipped"), (word, str(case))
+            assert off > 5e-4 or (word in ONLY_IN_SKIPPED and case.kind != "skipped"), (word, str(case))
 
 
 @pytest.mark.parametrize("seed", [1, 5, 770413])
@@ -120,6 +142,22 @@ def test_cases_are_such_that_every_rule_can_be_seen(seed: int) -> None:
             dealt = [size for size, index in zip(case.sizes, range(len(case.sizes)), strict=True)]
             share = sum(dealt[rank :: case.world_size])
             assert STATE_BYTES * share < case.most_state_bytes
+
+
+def test_what_only_a_thread_of_gloo_holds_is_waited_for_and_what_python_holds_is_not(monkeypatch: Any) -> None:
+    monkeypatch.setattr(zero_kept, "IN_FLIGHT_LIMIT_S", 60.0)
+    case, holders = ON_TWO[0], [torch.futures.Future(), torch.futures.Future()]
+    gc.collect()
+    gc.freeze()
+    try:
+        holders[0].set_result(torch.zeros(10_000))  # held in C++ alone, as a collective's tensors are
+        threading.Timer(0.2, holders.pop, [0]).start()
+        assert zero_kept.measure_kept(case, None, [], []).num_bytes < 1000
+        mine = [torch.zeros(sum(case.sizes)), np.zeros(2 * sum(case.sizes), dtype=np.float32)[::2], (b"ab", 0.25)]
+        kept = zero_kept.measure_kept(case, None, [], [])
+        assert kept.num_bytes - 12 * sum(case.sizes) < 1000 and kept.copies == 3 and mine
+    finally:
+        gc.unfreeze()
 
 
 def test_what_needs_no_ranks_starts_none(monkeypatch: Any, capsys: Any) -> None:

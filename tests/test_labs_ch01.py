@@ -67,6 +67,9 @@ def test_a_prediction_may_have_no_unit_and_a_text_hides_no_gap(capsys: Any) -> N
         ([1, 2], "", "-"),
         ({"x": 2}, "x", "2"),
         ({"x": 2}, "y", "-"),
+        ({"fsdp": 50, "deepspeed_zero3": 62}, "deepspeed-zero3", "62"),
+        ({"zero_1": 1, "zero1": 2}, "zero1", "2"),
+        ({"zero_1": 1}, "zero2", "-"),
         (3, "x", "3"),
     ],
 )

@@ -18,8 +18,9 @@ from nbformat import v4
 from vlmcourse.labs.memory_bar import WIDTH, draw_bar
 from vlmcourse.labs.memory_calculator import SEQ_LENS, Calculation, MemoryCalculator, calculate
 from vlmcourse.planner import Plan, Workload, estimate_rank_memory, get_device
+from vlmcourse.planner.offload import decide_offload
 from vlmcourse.planner.offload_cost import show_bytes
-from vlmcourse.presets import get_model
+from vlmcourse.presets import get_cluster, get_model
 
 NEEDS = re.compile(r"a rank needs +([\d.,]+ [GM]B)")
 
@@ -107,6 +108,7 @@ def test_the_function_prints_what_the_widget_shows():
         ({"tiles_per_sample": 8, "seq_len": 2048}, "8 tiles are 2048 image tokens"),
         ({"model": "internvl2-76b", "seq_len": 16384}, "were trained for 8192 tokens"),
         ({"zero_stage": 2, "offload": "layered"}, "set zero_stage=3"),
+        ({"zero_stage": 0, "offload": "optimizer"}, "no strategy moves optimizer state that is whole on every rank"),
         ({"ranks": 0}, "ranks = 0"),
         ({"micro_batch_size": 0}, "micro_batch_size = 0"),
         ({"recompute": "every"}, "recompute = 'every'"),
@@ -119,6 +121,24 @@ def test_what_cannot_be_run_says_why_and_raises_nothing(choices: dict[str, Any],
     result = calculate(**choices)
     assert result.memory is None and not result.fits and any(said in problem for problem in result.problems)
     assert said in str(result) and "cannot be run" in str(result)
+
+
+def test_main_memory_is_looked_at_too_as_the_tree_of_offloading_does():
+    cluster = get_cluster("a100-40x4")
+    plan = Plan(dp_shard=4, zero_stage=3, precision="bf16_mixed", recompute_vision="full", recompute_language="full")
+    for model, fits in (("internvl2-76b", False), ("internvl2-8b", True)):
+        result = calculate(model=model, ranks=4, offload="layered", device="a100-40")
+        level = next(
+            level for level in decide_offload(plan, get_model(model), cluster).levels if level.name == "layered"
+        )
+        assert result.memory is not None and result.memory.device_total <= result.limit_bytes
+        assert result.fits == level.fits == fits
+        node = f"{show_bytes(level.node_bytes)} of a node's 512.0 GB{'' if fits else ', which is too much'}"
+        assert node in str(result) and node in result._repr_html_().replace("&#x27;", "'")
+        assert f"it {'fits' if fits else 'does not fit'};" in str(result)
+        assert ("fits, but main memory does not" in result._repr_html_()) != fits
+    unknown = calculate(model="internvl2-1b", ranks=16, offload="layered", device="l4-24")
+    assert unknown.fits and "on a node with 8 ranks: see that yours has as much" in str(unknown)
 
 
 def test_all_that_is_wrong_is_said_at_once():

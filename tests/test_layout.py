@@ -73,6 +73,10 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(config: ParallelConfig, wo
     ("parallel", "words"),
     [
         ({"strategy": "dpp"}, "did you mean 'ddp'"),
+        ({"strategy": "zero3"}, "ZeRO-3 is 'fsdp' or 'deepspeed-zero3'"),
+        ({"strategy": "deepspeed"}, "add its stage, 'deepspeed-zero0' to 'deepspeed-zero3'"),
+        ({"strategy": "accelerate-zero3"}, "it is called 'accelerate-deepspeed-zero3'"),
+        ({"strategy": "deepspeed-zero4"}, "did you mean 'deepspeed-zero0' or .* or 'deepspeed-zero3'"),
         ({"strategy": "ddp", "tp": 2}, "exchange the gradients of a whole model"),
         ({"strategy": "zero1", "pp": 2}, "exchange the gradients of a whole model"),
         ({"strategy": "single", "cp": 2}, "must add up their gradients"),

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from vlmcourse import plots
 from vlmcourse.labs.fragmentation import (
@@ -22,6 +23,7 @@ from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.planner.alloc_trace import ALLOC, FREED, GIVE, MARK, AllocTrace
 from vlmcourse.planner.allocator_settings import AllocatorSettings
 from vlmcourse.planner.fragmentation import Remedy, compare_remedies, replay
+from vlmcourse.planner.memory_map import ALLOCATED, FREE, BlockView, MemoryMap, SegmentView
 
 NUM_LAYERS = 2
 
@@ -114,7 +116,7 @@ def test_figures_of_a_real_trace_say_what_they_show(trace: AllocTrace, rows: tup
     grown = replay(scaled, AllocatorSettings(expandable_segments=True))
     assert short.refusal is not None
     figures: list[Figure] = [
-        plots.plot_memory_map(short.refusal.map, "map", request_bytes=short.refusal.requested_bytes),
+        plots.plot_memory_map(short.refusal, "map"),
         plots.plot_memory_over_time({"short": short, "expandable": grown}, "time"),
         plots.plot_refusal(short.refusal, "refusal"),
         plots.plot_remedies(rows, "remedies"),
@@ -126,11 +128,37 @@ def test_figures_of_a_real_trace_say_what_they_show(trace: AllocTrace, rows: tup
         for legend in figure.legends:
             assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
     names = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert {"weights", "optimizer", "activations", "free (size in MiB)"} <= set(names)
+    sizes = [text for text in figures[0].axes[0].texts if text.get_text().isdecimal()]
+    free = "free (size in MiB)" if sizes else "free"
+    assert set(names) >= {"weights", "optimizer", "activations", free, "not reserved"}
     boxes = [c for c in figures[0].axes[0].collections if isinstance(c, PatchCollection)]
     drawn = sum(path.get_extents().width for box in boxes for path in box.get_paths())
     assert drawn == pytest.approx(short.refusal.map.reserved_bytes / 2**20)
+    outside = [
+        p.get_width() for p in figures[0].axes[0].patches if isinstance(p, Rectangle) and p.get_linestyle() == ":"
+    ]
+    assert sum(outside) * 2**20 == pytest.approx(short.refusal.device_free_bytes) and outside
     assert any("out of memory at a request of" in axes.get_title("left") for axes in figures[1].axes)
+
+
+def test_a_map_says_what_the_refusal_says_and_explains_the_rest(trace: AllocTrace, rows: tuple[Remedy, ...]) -> None:
+    """What is free in the other pool serves no request of this one, and is no part of the same number."""
+    refusal = replay(trace.scaled(256), device_bytes=rows[0].smallest_device_bytes - 2 * 2**20).refusal
+    assert refusal is not None and refusal.map.free_bytes > refusal.free_bytes
+    said = plots.plot_memory_map(refusal, "map").axes[0].get_title()
+    for size in (refusal.free_bytes, refusal.device_free_bytes):
+        assert f"{size / 2**20:,.2f} MiB" in said and f"{size / 2**20:,.2f} MiB" in refusal.explain()
+    assert f"in the other pool's holes: {(refusal.map.free_bytes - refusal.free_bytes) / 2**20:,.2f} MiB" in said
+
+
+@pytest.mark.parametrize("hole_mib", [1, 5])
+def test_the_legend_of_a_map_promises_sizes_only_where_one_is_written(hole_mib: int) -> None:
+    blocks = (BlockView(0, 64 * 2**20, ALLOCATED), BlockView(64 * 2**20, hole_mib * 2**20, FREE))
+    segment = SegmentView(0, (64 + hole_mib) * 2**20, False, False, 0, blocks)
+    figure = plots.plot_memory_map(MemoryMap((segment,)), "map", num_rows=1)
+    assert [text.get_text() for text in figure.axes[0].texts] == (["5"] if hole_mib == 5 else [])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["in use", "free (size in MiB)" if hole_mib == 5 else "free"]
 
 
 def test_nothing_to_draw_is_an_error() -> None:

@@ -14,6 +14,7 @@ import torch
 from vlmcourse.monitor import alloc_conf
 from vlmcourse.monitor.allocator_check import compare_with_simulator
 from vlmcourse.monitor.cuda_snapshot import SnapshotError, read_map, read_settings, read_trace, take_snapshot
+from vlmcourse.planner.allocator_settings import AllocatorSettings
 from vlmcourse.planner.memory_map import ALLOCATED, FREE, WAITING
 
 MIB = 2**20
@@ -32,12 +33,12 @@ def block(address: int, size: int, state: str, requested: int = 0) -> dict[str, 
     return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": []}
 
 
-def entry(action: str, address: int, size: int, metadata: str = "") -> dict[str, Any]:
+def entry(action: str, address: int, size: int, metadata: str = "", stream: int = 0) -> dict[str, Any]:
     found = {
         "action": action,
         "addr": address,
         "size": size,
-        "stream": 0,
+        "stream": stream,
         "time_us": 1,
         "frames": [],
         "pool_id": (0, 0),
@@ -114,7 +115,7 @@ def test_segments_and_blocks_become_a_map() -> None:
     assert [segment.size_bytes // MIB for segment in found.segments] == [20, 30, 2]
     assert (found.reserved_bytes, found.allocated_bytes) == (52 * MIB, 35 * MIB)
     assert found.rounding_bytes == 100
-    assert [b.state for b in found.segments[2].blocks] == [WAITING, FREE]
+    assert [(b.state, b.requested_bytes) for b in found.segments[2].blocks] == [(WAITING, 600), (FREE, 0)]
     assert found.holes(is_small=False) == (10 * MIB, 5 * MIB)
     owners = {b.address: b.owner for b in found.blocks() if b.state == ALLOCATED}
     assert owners == {BASE + 5 * MIB: "activations", OTHER: ""}
@@ -155,8 +156,74 @@ def test_segments_given_back_alone_are_a_call_of_empty_cache() -> None:
     assert [event.kind for event in read_trace(other).trace.events].count("empty_cache") == 1
 
 
+def freed(address: int, size: int) -> list[dict[str, Any]]:
+    return [entry("free_requested", address, size), entry("free_completed", address, size)]
+
+
+def full_segment(address: int, size: int, device: int = 0, stream: int = 0, used: int | None = None) -> dict[str, Any]:
+    used = size if used is None else used
+    blocks = [block(address, used, "active_allocated", used)]
+    blocks += [block(address + used, size - used, "inactive")] if used < size else []
+    where = {"device": device, "address": address, "total_size": size, "stream": stream, "is_expandable": False}
+    return {**where, "segment_type": "small" if size == 2 * MIB else "large", "blocks": blocks}
+
+
+def whole(number: int, size_mib: int) -> list[dict[str, Any]]:
+    """A segment that is asked for and used whole."""
+    at, size = BASE + number * 256 * MIB, size_mib * MIB
+    return [entry("segment_alloc", at, size), entry("alloc", at, size)]
+
+
+def test_empty_cache_before_a_request_that_needs_a_new_segment_is_a_call_too() -> (
+    None
+):  # F15's remedy, before each step
+    trace = [*whole(0, 30), *freed(BASE, 30 * MIB), entry("segment_free", BASE, 30 * MIB), *whole(1, 40)]
+    segments = [full_segment(BASE + 256 * MIB, 40 * MIB)]
+    found = {"segments": segments, "device_traces": [trace], "allocator_settings": copy.deepcopy(SETTINGS)}
+    for device_bytes in (None, 100 * MIB, 60 * MIB):  # on the last one the allocator itself would have to do it
+        assert compare_with_simulator(found, device_bytes=device_bytes).is_equal
+
+
+def test_a_request_that_fails_and_is_caught_has_emptied_the_cache() -> None:
+    trace = [*whole(0, 30), *freed(BASE, 30 * MIB), entry("segment_free", BASE, 30 * MIB)]
+    trace += [entry("oom", 64 * MIB, 80 * MIB), entry("segment_alloc", OTHER, 2 * MIB), entry("alloc", OTHER, 512)]
+    segments = [full_segment(OTHER, 2 * MIB, used=512)]
+    found = {"segments": segments, "device_traces": [trace], "allocator_settings": copy.deepcopy(SETTINGS)}
+    for device_bytes in (None, 64 * MIB):
+        assert compare_with_simulator(found, device_bytes=device_bytes).is_equal
+
+
+def test_only_some_unused_segments_given_back_for_a_new_one_are_the_allocators_doing() -> None:
+    sizes = (40, 50, 60)
+    trace = [entry for number, size in enumerate(sizes) for entry in whole(number, size)]
+    for number, size in enumerate(sizes):
+        trace += freed(BASE + number * 256 * MIB, size * MIB)
+    trace += [entry("segment_free", BASE + number * 256 * MIB, sizes[number] * MIB) for number in (2, 1)]
+    trace += whole(3, 100)
+    kept = full_segment(BASE, 40 * MIB)
+    kept["blocks"][0]["state"] = "inactive"
+    found = {"segments": [kept, full_segment(BASE + 768 * MIB, 100 * MIB)], "device_traces": [trace]}
+    settings = AllocatorSettings(max_split_bytes=32 * MIB)
+    assert compare_with_simulator(found, settings=settings, device_bytes=200 * MIB).is_equal
+
+
+def test_each_gpu_has_its_own_segments_and_each_stream_its_own_blocks() -> None:
+    other = snapshot()
+    for segment in other["segments"]:
+        segment["device"] = 1
+    streamed = OTHER + 128 * MIB  # for 5 MiB, which the hole of the first stream would hold
+    trace = other["device_traces"][0][:-1]
+    trace += [entry("segment_alloc", streamed, 20 * MIB, stream=7), entry("alloc", streamed, 5 * MIB, stream=7)]
+    other["device_traces"] = [whole(0, 30), trace]
+    other["segments"] += [full_segment(streamed, 20 * MIB, 1, 7, used=5 * MIB), full_segment(BASE, 30 * MIB)]
+    assert compare_with_simulator(other, device=1).is_equal and compare_with_simulator(other, device=0).is_equal
+    assert (read_map(other, 1).reserved_bytes, read_map(other, 0).reserved_bytes) == (72 * MIB, 30 * MIB)
+
+
 def test_settings_are_those_of_the_snapshot() -> None:
     other = snapshot()
+    other["allocator_settings"]["roundup_power2_divisions"] |= {"1": 8, "4": 2}
+    assert read_settings(other).roundup_divisions == (8, 0, 2, *[0] * 13)
     other["allocator_settings"] |= {
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,large_segment_size_mb:40",
         "max_split_size": 64 * MIB,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 from stub_ops import StubBuilder
 
+from vlmcourse.notebook.interrupts import hold_interrupts, ignore_interrupts
 from vlmcourse.parallel import op_builds
 from vlmcourse.parallel.op_builds import (
     LOCK,
@@ -22,6 +25,7 @@ from vlmcourse.parallel.op_builds import (
     load_op,
 )
 from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.termination import end_as_interrupted
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 
@@ -54,6 +58,28 @@ def test_a_build_that_fails_says_so(folder: Path) -> None:
     assert not is_built("stub")
 
 
+def test_a_request_to_end_reaches_the_build_as_an_interrupt(folder: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # so that a build without its own handler goes on
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load_op(StubBuilder(folder, error=RuntimeError("not ended"), on_load=end_this_process), ALONE)
+        with end_as_interrupted(), ignore_interrupts():
+            end_this_process()
+        with end_as_interrupted(), pytest.raises(KeyboardInterrupt), hold_interrupts():
+            end_this_process()
+            held = True
+        assert held
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with end_as_interrupted():
+            end_this_process()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_stale_lock_is_named_before_anything_waits_for_it(folder: Path) -> None:
     (folder / LOCK).touch()
     builder = StubBuilder(folder)
@@ -61,7 +87,7 @@ def test_a_stale_lock_is_named_before_anything_waits_for_it(folder: Path) -> Non
         load_op(builder, ALONE)
     said = str(caught.value)
     assert str(folder / LOCK) in said and " s old, and no process on this machine has it open" in said
-    assert f"rm '{folder / LOCK}'" in said
+    assert f"rm '{folder / LOCK}'" in said and isinstance(caught.value, ValueError)  # told without a traceback
     assert builder.num_loads == 0
     (folder / LOCK).unlink()
     assert load_op(builder, ALONE) == "the operation"

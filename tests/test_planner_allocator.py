@@ -127,6 +127,11 @@ def test_blocks_from_max_split_size_on_are_neither_split_nor_given_to_small_requ
     assert sizes(allocator.memory_map()) == [[(64, "f")], [(20, "a")], [(44, "a")]]
     allocator.malloc(3, 46 * MIB)
     assert sizes(allocator.memory_map()) == [[(64, "a")], [(20, "a")], [(44, "a")]]
+    exact = allocator_of(NO_SPLIT)
+    exact.malloc(0, 32 * MIB)
+    exact.free(0)
+    exact.malloc(1, 20 * MIB)  # a block of just the limit is kept whole too
+    assert sizes(exact.memory_map()) == [[(32, "f")], [(20, "a")]]
     # Without the limit the first request splits the block.
     plain = allocator_of()
     plain.malloc(0, 64 * MIB)
@@ -199,6 +204,16 @@ def test_a_memory_fraction_refuses_what_the_device_would_still_have() -> None:
     allocator.malloc(0, 40 * MIB)
     with pytest.raises(SimulatedOutOfMemoryError, match=r"50.00 MiB allowed; "):
         allocator.malloc(1, 12 * MIB)
+    allocator.malloc(2, 10 * MIB)  # just what is allowed
+    assert allocator.reserved_bytes == 50 * MIB
+
+
+def test_garbage_collection_gives_back_a_single_unused_segment_which_is_as_old_as_the_average() -> None:
+    allocator = allocator_of(AllocatorSettings(memory_fraction=1.0, garbage_collection_fraction=0.25), 200)
+    allocator.malloc(0, 60 * MIB)
+    allocator.free(0)
+    allocator.malloc(1, 70 * MIB)
+    assert sizes(allocator.memory_map()) == [[(70, "a")]]
 
 
 def test_garbage_collection_gives_back_unused_segments_that_are_older_than_the_average_first() -> None:
@@ -264,6 +279,32 @@ def test_a_free_block_that_can_grow_is_kept_for_larger_requests() -> None:
     allocator.free(0)  # 30 MiB between neighbours, and 15 at the end, behind which more can be mapped
     allocator.malloc(2, 12 * MIB)
     assert sizes(allocator.memory_map()) == [[(12, "a"), (18, "f"), (35, "a"), (15, "f")]]
+
+
+def test_each_stream_has_an_expandable_segment_of_its_own() -> None:
+    allocator = allocator_of(EXPANDABLE, 400)
+    for stream in (0, 1):
+        allocator.malloc(stream, 20 * MIB, stream=stream)
+    assert [segment.stream for segment in allocator.memory_map().segments] == [0, 1]
+
+
+def test_pages_become_one_block_with_what_lies_beside_them_mapped_or_not() -> None:
+    def holed(first: int, second: int) -> CachingAllocator:
+        allocator = allocator_of(EXPANDABLE, 400)
+        for key in range(5):
+            allocator.malloc(key, 20 * MIB)
+        allocator.free(first)
+        allocator.empty_cache()
+        allocator.free(second)  # beside the gap of 20 MiB
+        return allocator
+
+    filled = holed(1, 2)
+    filled.malloc(9, 30 * MIB)
+    assert sizes(filled.memory_map()) == [[(20, "a"), (30, "a"), (10, "f"), (20, "a"), (20, "a")]]
+    for wider in (holed(1, 2), holed(2, 1)):
+        wider.empty_cache()
+        wider.malloc(9, 40 * MIB)  # two gaps side by side are one, and mapped at once
+        assert [size // MIB for action, _, size in wider.actions if action == "segment_map"] == [20] * 5 + [40]
 
 
 def test_small_expandable_pages_have_2_mib_and_a_range_without_memory_is_forgotten() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vlmcourse.config import parse_config
+from vlmcourse.planner import engine_choice
 from vlmcourse.planner.engine_choice import CANDIDATES, Needs, choose_engine
 
 ANSWERS: list[tuple[dict[str, Any], str]] = [
@@ -24,6 +25,8 @@ ANSWERS: list[tuple[dict[str, Any], str]] = [
     ({"precision": "bf16"}, "fsdp"),
     ({"recomputation": True}, "fsdp"),
     ({"nvme": True, "tp": 2}, ""),
+    ({"hf_trainer": True, "recomputation": True}, "fsdp"),
+    ({"nvme": True, "cpu_offload": "all"}, "deepspeed-zero3"),
 ]
 
 
@@ -49,6 +52,15 @@ def test_what_is_left_out_is_left_out_by_the_words_of_the_configuration() -> Non
 
 def test_needs_that_nothing_restricts_leave_every_engine_possible() -> None:
     assert choose_engine(Needs()).left_out == choose_engine(Needs(frozen_vision=True)).left_out == {}
+
+
+def test_every_need_of_the_package_is_asked_of_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(engine_choice, "parse_config", asked.append)
+    choose_engine(Needs(nvme=True, cpu_offload="all", frozen_vision=True, precision="bf16"))
+    for table in asked:
+        assert table["offload"] == {"optimizer": "nvme", "nvme_path": "swap", "parameters": "cpu"}
+        assert (table["model"], table["train"]) == ({"freeze": ["vision"]}, {"precision": "bf16"})
 
 
 def test_an_unknown_place_is_refused() -> None:

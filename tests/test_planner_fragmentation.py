@@ -11,8 +11,8 @@ from vlmcourse.planner.fragmentation import compare_remedies, replay, smallest_d
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
-def alloc(key: int, size_mib: float, owner: str = "activations", phase: str = "forward") -> AllocEvent:
-    return AllocEvent(ALLOC, key, int(size_mib * MIB), owner, phase)
+def alloc(key: int, size_mib: float, owner: str = "activations", phase: str = "forward", stream: int = 0) -> AllocEvent:
+    return AllocEvent(ALLOC, key, int(size_mib * MIB), owner, phase, stream)
 
 
 def free(key: int) -> AllocEvent:
@@ -41,9 +41,17 @@ def test_a_request_that_holes_and_device_would_hold_in_sum_is_refused_and_explai
     assert (found.device_free_bytes, found.largest_free_bytes) == (4 * MIB, 9.75 * MIB)
     # Four holes of 9.75 MiB, and the four times 0.5 MiB at the ends of segments, which belong to their last blocks.
     assert found.free_bytes == 4 * 9.75 * MIB and found.is_fragmentation
-    assert "43.00 MiB were free, 39.00 MiB of them in holes and 4.00 MiB outside" in found.explain()
+    assert "43.00 MiB were free, 39.00 MiB of them in holes of its pool and 4.00 MiB outside" in found.explain()
     assert "enough in sum, and nowhere in one piece" in found.explain()
     assert len(run.reserved_bytes) == 13 and run.end_map.problems() == []
+
+
+def test_holes_of_another_stream_or_of_the_small_pool_do_not_count() -> None:
+    pairs = [alloc(2 * stream + i, 9.75, stream=stream) for stream in (0, 1) for i in (0, 1)]
+    trace = AllocTrace((*pairs, alloc(4, 0.5), free(0), free(2), alloc(5, 30)))
+    found = replay(trace, device_bytes=50 * MIB).refusal
+    assert found is not None and found.device_free_bytes == 8 * MIB
+    assert found.free_bytes == found.largest_free_bytes == 9.75 * MIB
 
 
 def test_a_request_that_is_larger_than_all_that_is_free_is_no_fragmentation() -> None:
@@ -104,6 +112,13 @@ def test_the_table_has_a_row_a_remedy_with_the_numbers_of_its_replay() -> None:
     assert rows["largest batch first"].peak_reserved_bytes == 78 * MIB
     assert rows["expandable_segments:True"].settings == "expandable_segments:True"
     assert len(compare_remedies(growing())) == 6
+
+
+def test_a_request_of_0_bytes_takes_nothing_and_can_be_freed_once() -> None:
+    run = replay(AllocTrace((alloc(0, 0), alloc(1, 5), free(0), free(1))))
+    assert run.allocated_bytes == (0, 5 * MIB, 5 * MIB, 0) and run.refusal is None
+    with pytest.raises(ValueError, match="event 2 frees allocation 0"):
+        replay(AllocTrace((alloc(0, 0), free(0), free(0))))
 
 
 def test_a_trace_that_frees_what_is_not_in_use_is_broken() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vlmcourse.layout import ParallelConfig
 from vlmcourse.planner import Machine, Plan, Workload, decide_offload, estimate_rank_memory, machine_of
 from vlmcourse.planner.memory import RESERVED_BYTES, RankMemory
 from vlmcourse.planner.offload import DOES_NOT_FIT, Decision
@@ -16,6 +17,7 @@ from vlmcourse.planner.offload_cost import OffloadCost, estimate_offload_cost
 from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, estimate_offloaded_memory
 from vlmcourse.planner.shapes import count_language_layer_params, count_params
 from vlmcourse.presets import CLUSTERS, MODELS, Cluster, VLMShape, get_cluster, get_model
+from vlmcourse.state_offload import OffloadConfig
 
 GB = 10**9
 ORDER = (*OFFLOAD_LEVELS, DOES_NOT_FIT)
@@ -63,6 +65,19 @@ def test_13_billion_parameters_fit_a_v100_with_the_optimizer_off_it_and_not_othe
     assert (device_bytes(decision)[0] or 0) - (device_bytes(decision)[1] or 0) == 14 * P
     kept = decide_offload(dataclasses.replace(plan, zero_stage=0), model, alone, small)  # gradients stay: 52 GB
     assert kept.answer == DOES_NOT_FIT and "zero_stage=3" in kept.reason
+
+
+def test_nothing_leaves_under_stage_0_as_no_strategy_of_it_offloads():
+    plan, model = Plan(dp_replicate=8), get_model("internvl2-8b")
+    decision = decide_offload(plan, model, machine())
+    assert decision.answer == DOES_NOT_FIT and device_bytes(decision)[1:] == [None] * 3
+    assert "only with zero_stage=1 to 3: no" in str(decision) and "only with zero_stage=3: no" in str(decision)
+    assert "under zero_stage=0 nothing can leave it (that takes 1 to 3)" in decision.reason
+    for stage in (0, 1, 2):  # what the tree says is what a run accepts
+        strategy = f"deepspeed-zero{stage}"
+        refused = OffloadConfig(optimizer="cpu").contradictions(ParallelConfig(strategy=strategy))
+        split = dataclasses.replace(plan, dp_shard=8 if stage else 1, dp_replicate=1 if stage else 8, zero_stage=stage)
+        assert (decide_offload(split, model, machine()).levels[1].memory is None) == bool(refused)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 
 from vlmcourse.planner import Decision, Machine, Plan, decide_offload, machine_of
+from vlmcourse.planner.offload import STAGES_OF
 from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.plots import plot_offload
 from vlmcourse.plots.offload import TAKEN
@@ -53,6 +54,7 @@ def test_the_numbers_are_those_of_the_decision(answer: str):
     for level in decision.levels:
         for size in (level.device_bytes, level.node_bytes if level.memory else 0, level.nvme_bytes):
             assert not size or show_bytes(size) in shown
+        assert (f"zero_stage={STAGES_OF.get(level.name)} " in shown) == (level.memory is None)
     assert " ".join(decision.reason.split()) in " ".join(shown.split())
     assert ("update" in shown) == (decision.cost.update_bytes > 0)
 

@@ -81,6 +81,18 @@ def test_a_notebook_carries_no_outputs_and_the_standard_kernel(path):
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if "solutions" in path.parts], ids=lambda path: path.stem)
+def test_a_cell_for_ones_own_model_needs_the_first_cell_alone(path, tmp_path):
+    """It is what a reader comes back to, in a kernel that has run nothing else."""
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    first, *own = [cell["source"] for cell in cells if cell is cells[0] or cell["id"].startswith("own_")]
+    for number, source in enumerate(own):
+        lines = [line for line in "".join([*first, "\n", *source]).splitlines() if not line.startswith("%")]
+        (tmp_path / f"{number}.py").write_text("\n".join(lines), encoding="utf-8")
+    given = 'builtins=["rank", "world_size", "device"]'  # by %%torchrun, on each rank
+    run_tool("ruff", "check", "--isolated", "--select", "F821", "--config", given, str(tmp_path))
+
+
 def test_planner_and_config_work_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import re
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def test_the_command_says_what_it_wrote(
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(weights[name], weight.bfloat16().float()), name
     assert cli.main(["export", str(run / "checkpoints" / "step_000001"), "--out", str(tmp_path / "two")]) == 0
-    assert "step 1 of single" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "step 1 of single" in said and re.search(r" in float32, 0\.1\d\d MB -> ", said)
 
 
 def test_weights_are_read_one_by_one_into_several_files(
@@ -83,6 +85,15 @@ def test_weights_are_read_one_by_one_into_several_files(
     weights = load_hf_folder(tmp_path / "out").state_dict()
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(weights[name], weight), name
+
+
+def test_a_folder_of_a_similar_name_is_left_alone(trained: tuple[Path, Trainer], tmp_path: Path) -> None:
+    notes = tmp_path / "out.partial" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine", encoding="utf-8")
+    export_hf_folder(trained[0], tmp_path / "out")
+    assert notes.is_file() and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "out").stat().st_mode == notes.parent.stat().st_mode  # as open to others as any folder
 
 
 def test_fp32_of_a_run_with_master_weights_is_the_master(tmp_path: Path) -> None:
@@ -225,7 +236,7 @@ def test_a_bad_folder_is_explained_and_left_alone(
     out.unlink()
     with monkeypatch.context() as patch:
         patch.setattr(export.shutil, "disk_usage", lambda place: Usage(10, 9, 1))
-        fails("GiB free")
+        fails("MB and its disk has 0.000 MB free: free some")
 
     def fill_up(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -124,11 +124,12 @@ def test_the_tiny_model_is_counted_whole_by_both_arithmetics() -> None:
     assert largest == 176_640 or largest < TINY
 
 
-def test_one_process_holds_16_bytes_a_parameter_and_the_table_says_why_no_other_strategy_is_run() -> None:
+def test_one_process_holds_16_bytes_a_parameter_and_the_table_says_why_no_other_strategy_is_run(capsys: Any) -> None:
     import torch
 
     ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
     states, traffic = zero_stages.measure_stages(("zero1", "deepspeed-zero2", FREES), ranks, with_peaks=False)
+    assert "running single, 1 of 4" in capsys.readouterr().out
     [row], [sent] = states.rows, traffic.rows
     assert row.strategy == sent.name == "single" and row.formula.total == 16 * TINY and sent.sent_bytes == 0
     assert states.problems(0) == traffic.problems(0) == []
@@ -291,6 +292,14 @@ def test_two_engines_train_the_same_model_in_turns_and_the_table_says_where(pair
         assert facts["p.grad is there before the update"] == {"deepspeed-zero3": "0/76", "fsdp": "76/76"}
         for saved in PAIR:
             assert facts[f"goes on from a checkpoint of {saved}"][saved] == "yes"
+
+
+def test_a_comparison_shows_on_rank_0_what_it_is_at(pair: list[dict[str, Any]]) -> None:
+    first, second = pair
+    said = [text.rpartition(" (")[0].strip() for text in first["shown"].split("\r")]
+    assert {f"{name} has made step {step}" for name in PAIR for step in range(1, 6)} <= set(said)
+    both = [f"going on from a checkpoint of {name}, {number} of 2" for number, name in enumerate(PAIR, 1)]
+    assert {"starting fsdp", *both} <= set(said) and not second["shown"]
 
 
 def test_a_comparison_needs_a_round_and_two_engines() -> None:

@@ -6,6 +6,8 @@ odd sizes, and on two the engines side by side; it writes all that to FOLDER/ran
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,9 @@ def main(folder: Path) -> None:
         states, traffic = measure_stages(names[: -len(OTHERS)], ranks)
         more_states, more_traffic = measure_stages(OTHERS, ranks, with_peaks=False)
         found["tables"] = states + more_states, traffic + more_traffic
-        found["engines"] = compare_engines(num_rounds=3, ranks=ranks)
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            found["engines"] = compare_engines(num_rounds=3, ranks=ranks)
+        found["shown"] = shown.getvalue()
     else:
         found["tables"] = measure_stages(names, ranks, with_peaks=False)
     if ranks.world_size > 1:

@@ -1,18 +1,22 @@
 """The `vlmcourse` command: a table of subcommands, each a module with `add_arguments(parser)` and `run(args) -> int`.
 
 A module is imported only when its command is used, so that `vlmcourse --help` answers at once. Exit codes: 0 success, 1
-a run that failed, 2 something the user can correct, 130 an interrupt.
+a run that failed, 2 something the user can correct, 130 an interrupt or a request to end, 141 nobody reads the output.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
+import os
+import select
 import sys
 from collections.abc import Sequence
 
 import vlmcourse
+from vlmcourse.termination import end_as_interrupted
 from vlmcourse.values import did_you_mean
 
 COMMANDS = {
@@ -25,6 +29,8 @@ COMMANDS = {
     "demo": ("vlmcourse.commands.demo", "train on two ranks, run chapter 1, grade two submissions; a table at the end"),
 }
 """Name -> module and one line of help."""
+NOT_READ = 141
+"""What a shell makes of a process that SIGPIPE has ended."""
 
 
 def build_parsers(chosen: str | None = None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -67,11 +73,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
-    args = parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if _is_read():
+            raise
+        # As in `vlmcourse ... | head`: what is left must not fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_READ
+
+
+def _is_read() -> bool:
+    """Whether somebody still reads what goes to stdout."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)
+    except (OSError, ValueError):  # it is no file
+        return True
+    return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _run(argv: list[str]) -> int:
+    args = parse(argv)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s: %(message)s")
     module = importlib.import_module(COMMANDS[args.command][0])
+    # A rank is ended by who started it, who waits for it: it may be where no exception can be raised.
+    ending = contextlib.nullcontext() if "RANK" in os.environ else end_as_interrupted()
     try:
-        return module.run(args)
+        with ending:
+            return module.run(args)
     except (ValueError, FileNotFoundError) as error:
         # What a user chose and can correct: the message says how, a traceback would bury it.
         if args.verbose:

@@ -7,7 +7,6 @@ Enters: a TOML file and `section.key=value` overrides. Leaves: a `TrainConfig`. 
 from __future__ import annotations
 
 import dataclasses
-import os
 import tomllib
 import types
 import typing
@@ -33,6 +32,7 @@ from vlmcourse.values import (
     at_least_one,
     at_least_zero,
     check_values,
+    describe_missing,
     did_you_mean,
     suggest_choice,
 )
@@ -286,7 +286,7 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(_describe_missing(path))
+        raise FileNotFoundError(describe_missing(path, "configuration file", "a TOML file"))
     try:
         table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -364,15 +364,3 @@ def _as_type(value: object, hint: Any) -> object:
     if type(value) is not hint:
         raise TypeError(f"must be {hint.__name__}, not {type(value).__name__}")
     return value
-
-
-def _describe_missing(path: Path) -> str:
-    """Say that there is no such file and, where the path would be right from a parent folder, the path from here."""
-    there_is_none = f"There is no configuration file {str(path)!r}"
-    if path.is_absolute():
-        return f"{there_is_none}: give the path of a TOML file"
-    here = Path.cwd()
-    for depth, parent in enumerate(here.parents, start=1):
-        if os.path.isfile(parent / path):
-            return f"{there_is_none} in the folder {str(here)!r}: did you mean {'../' * depth + str(path)!r}?"
-    return f"{there_is_none} in the folder {str(here)!r}: give the path of a TOML file, absolute or from there"

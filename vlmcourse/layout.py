@@ -27,6 +27,12 @@ DEEPSPEED = {**{f"deepspeed-zero{stage}": stage for stage in range(4)}, **ACCELE
 ENGINES = (*DEEPSPEED, "accelerate-ddp")
 """Strategies that another project's engine carries out, behind the same Trainer."""
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto", *ENGINES)
+OTHER_NAMES = {
+    "zero3": "ZeRO-3 is 'fsdp' or 'deepspeed-zero3'",
+    "deepspeed": "add its stage, 'deepspeed-zero0' to 'deepspeed-zero3'",
+    **{f"accelerate-zero{stage}": f"it is called {name!r}" for name, stage in ACCELERATE_DEEPSPEED.items()},
+}
+"""Strategies by names that are near, and not ours -> what they are here."""
 WHOLE_WEIGHTS = ("single", "ddp", "zero1", "accelerate-ddp", *(name for name, stage in DEEPSPEED.items() if stage < 3))
 """Strategies whose data-parallel ranks each hold all weights of their stage."""
 SHARDED = ("zero2", "fsdp", "hsdp")
@@ -122,9 +128,8 @@ class ParallelConfig:
             return found
         found = check_values(self, "parallel", ("timeout_s",), lambda value: value > 0, "must be greater than 0")
         for name, known in CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                found.append(f"parallel.{name} = {value!r}: {suggest_choice(value, known)}")
+            if (value := getattr(self, name)) not in known:
+                found.append(f"parallel.{name} = {value!r}: {OTHER_NAMES.get(value) or suggest_choice(value, known)}")
         found += at_least_one(self, "parallel", "tp", "cp", "pp")
         found += at_least_zero(self, "parallel", "dp_replicate", "dp_shard", "vision_tp", "vision_stages", "prefetch")
         return found or self._contradictions()

@@ -9,6 +9,7 @@ Source: Ren et al. 2021 (ZeRO-Offload), Rajbhandari et al. 2021 (ZeRO-Infinity);
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED, ParallelConfig
@@ -22,6 +23,11 @@ OFFLOADING = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", *ACCELERA
 """Strategies that can move weights or optimizer state off the device."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 """Values of train.precision whose weights are fp32 and whose optimizer is PyTorch's own: those offloaded here."""
+KEPT = {
+    "fsdp": ("strategy", "prefetch", "gradient_sync", "timeout_s"),
+    "deepspeed-zero3": ("strategy", "timeout_s"),
+}
+"""Strategies that are proposed to a run that cannot offload -> what may stay in its section [parallel]."""
 ADAM_TENSORS = 4
 """What an update of Adam holds at once for a part of the weights: weights, gradients and two moments."""
 
@@ -129,9 +135,8 @@ class OffloadConfig:
             return []
         strategy = parallel.strategy
         if strategy not in OFFLOADING:
-            return [
-                f"{self}: parallel.strategy = {strategy!r} {_why_not(strategy)}; choose 'fsdp' or 'deepspeed-zero3'"
-            ]
+            ways = self._ways(parallel, precision, accumulation_steps)
+            return [f"{self}: parallel.strategy = {strategy!r} {_why_not(strategy)}; choose {', or '.join(ways)}"]
         if parallel.deepspeed_config:
             return [
                 f"{self} with parallel.deepspeed_config = {parallel.deepspeed_config!r}: an engine is given that file "
@@ -150,6 +155,32 @@ class OffloadConfig:
                 "own, and were never moved to main memory; choose fp32 or bf16, or leave offload out"
             )
         return found
+
+    def _ways(self, parallel: ParallelConfig, precision: str, accumulation_steps: int) -> list[str]:
+        """Return what to choose instead so that the choice is not refused in its turn."""
+        ways = []
+        for strategy, kept in KEPT.items():
+            if strategy == "fsdp" and self.uses_nvme:
+                continue
+            names = [field.name for field in dataclasses.fields(parallel) if field.name not in kept]
+            names += ["prefetch"] if self.layered and strategy == "fsdp" else []
+            changed = [name for name in names if getattr(parallel, name) != getattr(ParallelConfig, name)]
+            needs = []
+            if strategy == "fsdp":
+                needs += [
+                    f"offload.{name} = 'cpu'" for name in ("optimizer", "parameters") if getattr(self, name) != "cpu"
+                ]
+                needs += ["offload.adam = 'torch'"] if self.adam != "torch" else []
+                whole = self.layered and accumulation_steps > 1 and parallel.gradient_sync == "last"
+                needs += ["parallel.gradient_sync = 'every'"] if whole else []
+                needs += ["train.precision = 'bf16'"] if precision not in PRECISIONS else []
+            elif precision != "fp32":
+                needs.append("train.precision = 'fp32'")
+            with_ = f" with {' and '.join(needs)}" if needs else ""
+            joint = " and" if needs else ""
+            without = f"{joint} without {' and '.join(f'parallel.{name}' for name in changed)}" if changed else ""
+            ways.append(f"{strategy!r}{with_}{without}")
+        return ways
 
     def _refused_by_fsdp(self, parallel: ParallelConfig) -> list[str]:
         found = []

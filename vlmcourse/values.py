@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 FEW_CHOICES = 16
 """So many choices are all named, whatever was written."""
@@ -83,6 +85,26 @@ def check_counts(least: int, **counts: object) -> None:
         raise ValueError(f"{', '.join(wrong)}: must be a whole number, {least} or greater; change it")
 
 
+def describe_missing(path: Path, noun: str, kind: str) -> str:
+    """Say that there is no such file and, where the path would be right from a parent folder, the path from here.
+
+    Args:
+        path: of something that is no file.
+        noun: what the file is called.
+        kind: what the path should be of.
+    """
+    if os.path.isdir(path):
+        return f"{str(path)!r} is a folder: give the path of {kind}"
+    there_is_none = f"There is no {noun} {str(path)!r}"
+    if path.is_absolute():
+        return f"{there_is_none}: give the path of {kind}"
+    here = Path.cwd()
+    for depth, parent in enumerate(here.parents, start=1):
+        if os.path.isfile(parent / path):
+            return f"{there_is_none} in the folder {str(here)!r}: did you mean {'../' * depth + str(path)!r}?"
+    return f"{there_is_none} in the folder {str(here)!r}: give the path of {kind}, absolute or from there"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for a mistyped name that gives the nearest known one, or all of them where none is near."""
     known = list(known)
@@ -98,7 +120,8 @@ def suggest_choice(value: object, known: Iterable[str]) -> str:
     known, text = list(known), str(value)
     if len(known) > FEW_CHOICES:
         return did_you_mean(text, known)
-    meant = next((f"did you mean {each!r}? " for each in known if _is_one_slip(text.lower(), each.lower())), "")
+    near = [repr(each) for each in known if _is_one_slip(text.lower(), each.lower())]
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{meant}choose one of {', '.join(known)}"
 
 

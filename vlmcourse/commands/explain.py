@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         check_counts(1, nproc=args.nproc)
     settings = load_deepspeed_json(args.file)
-    target = _read_run(args)
+    target, refused = _read_run(args)
     rows = explain_deepspeed(settings, target, [name for name in KEYS if "." not in name] if args.all else None)
-    problems = find_deepspeed_problems(settings, target)
+    problems = refused + find_deepspeed_problems(settings, target)
     if args.json:
         print(json.dumps({"keys": [dataclasses.asdict(row) for row in rows], "problems": problems}))
         return 2 if problems else 0
@@ -64,11 +64,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_run(args: argparse.Namespace) -> Run | None:
+def _read_run(args: argparse.Namespace) -> tuple[Run | None, list[str]]:
+    """Return the run that the file is for, and why that run would not read the file, as `train` says it."""
     if args.config is None:
         if args.overrides or args.nproc is not None:
             raise ValueError("--set and --nproc describe a run: name its file too, with --config")
-        return None
-    config = load_config(args.config, parse_overrides(args.overrides))
+        return None, []
+    overrides = parse_overrides(args.overrides)
+    config, refused = load_config(args.config, overrides), []
+    try:
+        load_config(args.config, overrides | {"parallel.deepspeed_config": args.file})
+    except ConfigError as error:
+        refused = list(error.problems)
     shape = find_shape(config)
-    return Run(config, args.nproc, shape.language.hidden_size if shape is not None else None)
+    return Run(config, args.nproc, shape.language.hidden_size if shape is not None else None), refused

@@ -75,10 +75,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--deepspeed",
         action="append",
         dest="overrides",
-        type=lambda path: f"parallel.deepspeed_config={json.dumps(path)}",
+        type=_name_deepspeed_file,
         metavar="FILE",
         help="take DeepSpeed's settings from a ds_config.json: short for --set parallel.deepspeed_config=FILE",
     )
+
+
+def _name_deepspeed_file(path: str) -> str:
+    """Return `--deepspeed FILE` as the override that it is short for; an empty one would name no file."""
+    if not path:
+        raise argparse.ArgumentTypeError("the path is empty: name a ds_config.json, or leave --deepspeed out")
+    return f"parallel.deepspeed_config={json.dumps(path)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

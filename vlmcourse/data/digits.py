@@ -53,7 +53,7 @@ def load_scans() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         return table[:, :64].astype(np.uint8).reshape(-1, 8, 8), table[:, 64]
     from sklearn.datasets import load_digits
 
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
     return pixels.astype(np.uint8).reshape(-1, 8, 8), labels.astype(np.int64)
 
 

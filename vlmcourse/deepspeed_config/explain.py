@@ -23,7 +23,7 @@ class Explained:
     name: str
     """Dotted."""
     value: object
-    """What DeepSpeed takes; 'auto' where that is not known without a run."""
+    """What DeepSpeed takes; 'auto' where that is not known without a run, rates by tower where a run has several."""
     source: str
     """file, auto (filled in from the run), run (left out, and the run's), default."""
     default: object
@@ -46,6 +46,7 @@ def explain_deepspeed(
         KeyError: if DeepSpeed has no key of such a name.
     """
     written = read_keys(settings).values
+    run = run and run.for_file(written)
     chosen: list[str] = list(written)
     if names is not None:
         chosen = [known for name in names for known in _expand(name)]
@@ -84,5 +85,7 @@ def _show(value: object) -> str:
     """Return a value as JSON, thousands apart."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_show(each)}" for name, each in value.items())
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:21]}..."

@@ -20,7 +20,7 @@ _TOP = {
     "gradient_accumulation_steps": Key("count", None, RUN, "micro-batches that a rank adds up before one update"),
     "gradient_clipping": Key("number", 1.0, RUN, "the gradient is scaled down to this global norm; 0 turns it off"),
     "optimizer": section("the optimizer that DeepSpeed would make; a run brings its own", RUN),
-    "scheduler": section("how DeepSpeed would change the learning rate", OFF),
+    "scheduler": section("how DeepSpeed would change the learning rate; a run does that itself", OFF),
     "fp16": section("train in 16-bit floating point with a loss scale"),
     "bf16": section("train in bfloat16 with fp32 master weights"),
     "torch_autocast": section("let PyTorch choose a format for each operation"),

@@ -44,7 +44,7 @@ class Reading:
     """What a file says."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Dotted name, as in `KEYS` -> value as written, sections left out."""
+    """Dotted name, as in `KEYS` -> value as written, counts as whole numbers; sections left out."""
     sections: set[str] = field(default_factory=set)
     """Sections with something in them."""
     problems: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def _read_table(table: Mapping[str, Any], prefix: str, reading: Reading) -> None
         elif problem := _find_wrong_kind(real, key, value):
             reading.problems.append(f"{name} = {_show(value)}: {problem}")
         elif key.kind != "section":
-            reading.values[real] = value
+            reading.values[real] = as_count(real, value)
         elif value:
             reading.sections.add(real)
             if real not in OPEN:
@@ -101,7 +101,7 @@ def _find_wrong_kind(name: str, key: Key, value: object) -> str:
         return "" if is_filled else f"nothing fills it in, see the keys that may be 'auto'; write a value{default}"
     if value is None:
         is_right = key.default is None or key.kind == "any"
-        return "" if is_right else f"must be {_name_kind(key)}; write one, or leave it out"
+        return "" if is_right else f"must be {_name_kind(name, key)}; write one, or leave it out"
     if key.kind == "any":
         return ""
     if name == "zero_optimization" and isinstance(value, bool):
@@ -110,9 +110,14 @@ def _find_wrong_kind(name: str, key: Key, value: object) -> str:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         has_right_type = is_number and key.kind in ("count", "number")
         is_choice = key.kind not in KINDS
-        return f"must be {_name_kind(key)}{'' if has_right_type or is_choice else f', not {_name_type(value)}'}"
+        return f"must be {_name_kind(name, key)}{'' if has_right_type or is_choice else f', not {_name_type(value)}'}"
     least, most, rule = RANGES.get(name, (float("-inf"), float("inf"), ""))
     return "" if not isinstance(value, (int, float)) or least <= value <= most else rule
+
+
+def as_count(name: str, value: Any) -> Any:
+    """Return a count as a whole number, where JSON had it as 8.0 or 1e9; anything else as it is."""
+    return int(value) if KEYS[name].kind == "count" and isinstance(value, float) else value
 
 
 def _is_kind(kind: str, value: object) -> bool:
@@ -134,7 +139,11 @@ def _is_kind(kind: str, value: object) -> bool:
     return (is_number if is_digit else isinstance(value, str)) and str(value).lower() in kind.lower().split("|")
 
 
-def _name_kind(key: Key) -> str:
+def _name_kind(name: str, key: Key) -> str:
+    """Return what a key may be, in words."""
+    if name in RANGES:
+        number = "a whole number" if key.kind == "count" else "a number"
+        return f"{number}, {RANGES[name][2].removeprefix('must be ')}"
     return KINDS.get(key.kind, f"one of {', '.join(key.kind.split('|'))}")
 
 
@@ -180,6 +189,9 @@ def _suggest(parent: str, last: str) -> str:
     siblings = [known.rpartition(".")[2] for known in KEYS if known.rpartition(".")[0] == parent]
     if near := difflib.get_close_matches(last, siblings, n=1):
         return f"did you mean {near[0]!r}?"
+    homes = [known.rpartition(".")[0] for known in KEYS if known.rpartition(".")[2] == last]
+    if homes:
+        return f"it belongs into one of its sections, such as {', '.join(map(repr, homes[:MAX_PLACES]))}"
     elsewhere = {known.rpartition(".")[2]: known for known in reversed(KEYS)}
     if near := difflib.get_close_matches(last, elsewhere, n=1, cutoff=0.75):
         return f"did you mean {near[0]!r}, which belongs {_name_home(elsewhere[near[0]])}?"

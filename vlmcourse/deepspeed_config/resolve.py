@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.deepspeed_config.auto import AUTO, FILLED_IN, Run
-from vlmcourse.deepspeed_config.names import read_keys, walk
+from vlmcourse.deepspeed_config.names import as_count, read_keys, walk
 from vlmcourse.deepspeed_config.offload import find_offload_problems
 from vlmcourse.deepspeed_config.rules import Values, find_contradictions, find_inconsistencies, find_unfilled
-from vlmcourse.values import ConfigError
+from vlmcourse.values import ConfigError, describe_missing
 
 BROUGHT_BY_THE_RUN = ("optimizer", "scheduler")
 """Sections that DeepSpeed is not given."""
@@ -31,7 +31,7 @@ def load_deepspeed_json(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"There is no file {str(path)!r}: give the path of DeepSpeed's JSON configuration")
+        raise FileNotFoundError(describe_missing(path, "file", "DeepSpeed's JSON configuration"))
     twice: list[str] = []
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def resolve_deepspeed(
         raise ConfigError(where, found)
     resolved = copy.deepcopy({name: value for name, value in settings.items() if name not in BROUGHT_BY_THE_RUN})
     for table, written, name in list(walk(resolved)):
-        if table[written] == "auto" and name in AUTO:
-            table[written] = AUTO[name](run)
+        is_auto = table[written] == "auto" and name in AUTO
+        table[written] = AUTO[name](run) if is_auto else as_count(name, table[written])
     for name in FILLED_IN:
         if resolved.get(name) is None:
             resolved[name] = AUTO[name](run)

@@ -40,7 +40,7 @@ REASONS = {
     "torch_autocast": "the engines are used in fp32 here; set it to false",
     "scheduler": (
         "a run's rates follow [optimizer] warmup_steps and min_lr_fraction, which no scheduler of DeepSpeed's equals; "
-        "leave the section out"
+        "leave the section out, or write 'auto' for all of its params"
     ),
     "activation_checkpointing": "the model does not call deepspeed.checkpointing, so nothing reads it; leave it out",
     "gradient_allreduce_op": "the loss is divided for gradients that are averaged; leave it out",
@@ -70,6 +70,7 @@ class Values:
         self.written = reading.values
         self.sections = reading.sections
         self.filled: dict[str, Any] = {}
+        run = run and run.for_file(reading.values)
         for name, value in reading.values.items():
             is_auto = value == "auto" and name in AUTO
             self.filled[name] = value if not is_auto else None if run is None else AUTO[name](run)
@@ -236,8 +237,8 @@ def _batch(values: Values, run: Run) -> list[str]:
     if not values.says("train_batch_size") or run.world_size is None:
         return []
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    parts = [values.written[name] if values.says(name) else AUTO[name](run) for name in names]
-    batch, product = values.written["train_batch_size"], math.prod(int(str(part)) for part in parts) * run.world_size
+    parts: list[Any] = [values.written[name] if values.says(name) else AUTO[name](run) for name in names]
+    batch, product = values.written["train_batch_size"], math.prod(map(int, parts)) * run.world_size
     if batch == product:
         return []
     return [
@@ -247,17 +248,24 @@ def _batch(values: Values, run: Run) -> list[str]:
     ]
 
 
+def _leaves_rates_to_the_run(values: Values) -> bool:
+    """Whether a scheduler has only options that are the run's, 'auto', as Hugging Face's users write it."""
+    options = {name: value for name, value in values.written.items() if name.startswith("scheduler.params.")}
+    return bool(options) and all(value == "auto" and name in AUTO for name, value in options.items())
+
+
 def _off(values: Values) -> list[str]:
     """Name what is switched on that no run here does."""
+    passed = {"scheduler", "scheduler.params", "scheduler.type"} if _leaves_rates_to_the_run(values) else set[str]()
     found = [
         f"{name}: {_reason(name)}"
         for name in sorted(values.sections)
-        if KEYS[name].role == OFF and name.count(".") < 2 and not _is_inside_off(name, values)
+        if KEYS[name].role == OFF and name.count(".") < 2 and name not in passed and not _is_inside_off(name, values)
     ]
     for name, value in values.written.items():
         key = KEYS[name]
         is_on = key.role == OFF and value not in (None, "auto", key.default) and str(value).lower() not in HARMLESS
-        if is_on and not _is_inside_off(name, values):
+        if is_on and name not in passed and not _is_inside_off(name, values):
             found.append(f"{name} = {value!r}: {_reason(name)}")
     return found
 

@@ -137,11 +137,18 @@ class Outcome:
     value: Any = None
     error: str = ""
     """One line, with the line of the learner's code that failed; empty if the call returned."""
+    raised: type[BaseException] | None = None
+    """The class of the exception that ended the call."""
     unsolved: bool = False
     """The function is still the blank one of the release."""
     timed_out: bool = False
     printed: str = ""
     """The beginning of what it printed."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the input was refused, as tasks ask for it: with a ValueError, or an exception derived from it."""
+        return self.raised is not None and issubclass(self.raised, ValueError)
 
 
 def call(function: Any, *args: Any, limit_s: float = CALL_LIMIT_S, advice: str = ARITHMETIC) -> Outcome:
@@ -168,11 +175,12 @@ def _call(function: Callable[..., Any], args: Sequence[Any], limit_s: float, adv
     except NotImplementedError as error:
         blank = not str(error)  # what the release's stub raises; a message would be the learner's own
         text = "not solved yet" if blank else f"NotImplementedError: {error}{describe_place(places_of(error))}"
-        return Outcome(error=text, unsolved=blank)
+        return Outcome(error=text, raised=type(error), unsolved=blank)
     except (Exception, SystemExit) as error:  # the boundary to code that is not ours: any error is a wrong answer
         first_line = (str(error).strip() or "no message").splitlines()
         text = f"{type(error).__name__}: {' '.join(line.strip() for line in first_line[:4])}"
-        return Outcome(error=text + describe_place(places_of(error)), timed_out=isinstance(error, TimeoutError))
+        text += describe_place(places_of(error))
+        return Outcome(error=text, raised=type(error), timed_out=isinstance(error, TimeoutError))
 
 
 @dataclass

@@ -113,7 +113,7 @@ def check_state_bytes(function: Any, points: float, seed: int, num_cases: int = 
     num_right = len(outcomes) - len(wrong)
     for sentence in explain_state(answers):
         print(f"It looks as if {sentence}.")
-    refused = call(function, 10**9, 8, 4).error.startswith("ValueError")
+    refused = call(function, 10**9, 8, 4).refused
     if not refused:
         print("zero_stage=4: there is no such stage; raise a ValueError")
     return award(points, num_right + refused, num_cases + 1) if num_right else 0.0

@@ -82,7 +82,7 @@ def _judge_batch(case: BatchCase, outcome: Outcome) -> tuple[float | None, float
 def _refuses(function: Any, num_gpus: int, *degrees: int) -> bool:
     """Tell whether a cluster that its degrees do not divide is refused."""
     outcome = _ask(function, 2, 8, num_gpus, *degrees)
-    if not outcome.error.startswith("ValueError"):
+    if not outcome.refused:
         above_1 = [f"{name}={n}" for name, n in zip(CLUSTER_ARGUMENTS[1:], degrees, strict=True) if n > 1]
         what = f"{' and '.join(above_1)} on {num_gpus} GPUs"
         got = outcome.error or f"{outcome.value!r:.60} was returned"

@@ -72,7 +72,7 @@ def _show_ideas(ideas: Sequence[str]) -> None:
 def _refuses(function: Any, arguments: tuple[Any, ...], what: str) -> bool:
     """Tell whether an input that cannot be is refused."""
     outcome = _ask(function, arguments)
-    if outcome.error.startswith("ValueError"):
+    if outcome.refused:
         return True
     got = outcome.error or f"{outcome.value[0]!r:.60} was returned"
     print(f"{what}: raise a ValueError ({got})")
@@ -226,59 +226,61 @@ def check_report(function: Any, points: float, seed: int, num_cases: int = 5) ->
 def _judge_report(case: ReportCase, outcome: Outcome) -> tuple[list[dict[str, float]] | None, float, str]:
     if outcome.error:
         return None, 0.0, f"{case}: {outcome.error}"
-    reports = [_read_report(answer) for answer in outcome.value]
-    for report, answer in zip(reports, outcome.value, strict=True):
-        if isinstance(report, str):
-            return None, 0.0, f"{case}: {report}, not {answer!r:.100}"
-    found = [report for report in reports if not isinstance(report, str)]
+    for answer in outcome.value:
+        if not isinstance(answer, Mapping):
+            return None, 0.0, f"{case}: return a dict with the keys {', '.join(REPORTED)}, not {answer!r:.100}"
+    found = [_read_report(answer) for answer in outcome.value]
     rights = [report_gib(case, strategy) for strategy in case.strategies]
     wrong = {
-        owner: (strategy, report[owner])
+        owner: (strategy, report.get(owner))
         for strategy, report, right in reversed(list(zip(case.strategies, found, rights, strict=True)))
         for owner in REPORTED
-        if not is_near(report[owner], right[owner])
+        if owner not in report or not is_near(report[owner], right[owner])
     }
-    worth = 1 - len(wrong) / len(REPORTED)
-    shown = [
-        f"{owner} {wrong[owner][1]:.5g} GiB ({wrong[owner][0]})"
-        for owner in REPORTED
-        if owner in wrong and (owner != "total" or len(wrong) == 1)  # a total follows from the others
+    lacking = [owner for owner in REPORTED if any(owner not in answer for answer in outcome.value)]
+    said = [f"the report has no {' and no '.join(lacking)}"] if lacking else []
+    said += [
+        f"{owner} is {answer[owner]!r:.60} and must be a number of GiB"
+        for owner, answer in {o: a for a in outcome.value for o in a if o in wrong and as_number(a[o]) is None}.items()
     ]
-    return found, worth, f"{case}: not right are {', '.join(shown)}"
+    shown = [
+        f"{owner} {number:.5g} GiB ({strategy})"
+        for owner, (strategy, number) in sorted(wrong.items(), key=lambda pair: REPORTED.index(pair[0]))
+        if number is not None and (owner != "total" or len(wrong) == 1)  # a total follows from the others
+    ]
+    said += [f"not right are {', '.join(shown)}"] if shown else []
+    return found, 1 - len(wrong) / len(REPORTED), f"{case}: {'; '.join(said)}"
 
 
-def _read_report(answer: Any) -> dict[str, float] | str:
-    """Return a report's numbers by owner, or what to return instead."""
-    if not isinstance(answer, Mapping):
-        return f"return a dict with the keys {', '.join(REPORTED)}"
-    missing = [owner for owner in REPORTED if owner not in answer]
-    if missing:
-        return f"the report lacks {', '.join(missing)}"
-    found: dict[str, float] = {}
-    for owner in REPORTED:
-        number = as_number(answer[owner])
-        if number is None:
-            return f"{owner} must be a number of GiB"
-        found[owner] = number
-    return found
+def _read_report(answer: Mapping[str, Any]) -> dict[str, float]:
+    """Return by owner the numbers that a report has."""
+    numbers = {owner: as_number(answer[owner]) for owner in REPORTED if owner in answer}
+    return {owner: number for owner, number in numbers.items() if number is not None}
 
 
 def _explain_reports(answers: Sequence[tuple[ReportCase, list[dict[str, float]]]]) -> None:
     """Print the mistakes behind all reports, each once, with the owner it shows in where it is not all of them."""
     said: dict[str, list[str]] = {}
-    for owner in OWNERS:
+    everywhere = set(REPORTED).intersection(*(report for _, reports in answers for report in reports))
+    for owner in (owner for owner in OWNERS if owner in everywhere):
         for sentence in explain_report(owner, _numbers_of(answers, lambda report, owner=owner: report[owner])):
             said.setdefault(sentence, []).append(owner)
     for sentence, owners in said.items():
         where = "" if len(owners) == len(OWNERS) else f"{' and '.join(owners)}: "
         print(f"{where}it looks as if {sentence}.")
+    if not everywhere.issuperset(REPORTED):
+        return
+    totals = [(sum(report[o] for o in OWNERS), report["total"]) for _, reports in answers for report in reports]
+    in_unit = explain_report("total", totals)
+    for sentence in in_unit:
+        print(f"total: it looks as if {sentence}.")
     off = [
         f"{case}, {strategy}: the total {report['total']:.5g} GiB is not the sum of your four owners"
         for case, reports in answers
         for strategy, report in zip(case.strategies, reports, strict=True)
         if not is_near(report["total"], sum(report[owner] for owner in OWNERS))
     ]
-    show_first(off[:1])
+    show_first(off[: not in_unit])
 
 
 def _numbers_of(

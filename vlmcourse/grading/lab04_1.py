@@ -59,7 +59,7 @@ def check_plan(
 
     def judge(case: ChainCase, outcome: Outcome) -> tuple[Segments | None, float, str]:
         judged = _judge(case, outcome)
-        if outcome.error.startswith("ValueError"):
+        if outcome.refused:
             declined.append(case)
         elif judged[0] is None and not outcome.error and not outcome.timed_out:
             no_plans.append(case)
@@ -149,7 +149,7 @@ def _refuses(function: Any, limit_s: float) -> bool:
     case = make_chains("small", 0, 1)[0]
     impossible = lowest_limit(case) - 1
     outcome = call(function, list(case.inputs), list(case.inside), list(case.costs), impossible, limit_s=limit_s)
-    if outcome.error.startswith("ValueError"):
+    if outcome.refused:
         return True
     got = outcome.error or f"{outcome.value!r:.60} was returned"
     sizes = f"inputs {list(case.inputs)}, inside {list(case.inside)}, limit {impossible}"

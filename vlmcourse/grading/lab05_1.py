@@ -7,7 +7,7 @@ hidden tests come from the same generator under another seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmcourse.grading.checks import award, explain_signature
@@ -94,6 +94,16 @@ def grade_optimizer(reports: AnswerReports, points: float, num_cases: int) -> fl
         "state": (SHARE_OF_STATE, sum(map(keeps_its_share, right))),
         "bytes sent": (SHARE_OF_TRAFFIC, sum(map(sends_enough, right))),
     }
-    print("; ".join(f"{name} right in {count} of {num_cases} cases" for name, (_, count) in counts.items()))
+    _show_counts({name: count for name, (_, count) in counts.items()}, num_cases)
     total = sum(share for share, _ in counts.values())
     return award(points, sum(share * count for share, count in counts.values()) / total, num_cases)
+
+
+def _show_counts(counts: Mapping[str, int], num_cases: int) -> None:
+    """Print in how many cases each property was right; all but the first are looked at where the first is."""
+    (first, num_first), *others = counts.items()
+    if num_first:
+        said = [f"{name} right in {count} of {num_first} cases" for name, count in others]
+    else:
+        said = [f"{', '.join(name for name, _ in others)}: not counted where the {first} are not right"]
+    print("; ".join([f"{first} right in {num_first} of {num_cases} cases", *said]))

@@ -25,6 +25,10 @@ BytesOf = Callable[[Precision], float]
 """Bytes a parameter of one owner."""
 
 NUMBERS_NOT_BYTES = "you counted numbers, not bytes: an fp32 number has 4 bytes, a 16-bit one 2"
+GRADIENTS_TWICE = (
+    "you counted gradients twice, as if DDP's buckets were a second copy: gradients can live in the buckets "
+    "(gradient_as_bucket_view=True), and are counted once here"
+)
 WRONG_BYTES: dict[str, list[tuple[str, BytesOf]]] = {
     "weights": [
         (
@@ -61,6 +65,7 @@ WRONG_BYTES: dict[str, list[tuple[str, BytesOf]]] = {
         ),
         (NUMBERS_NOT_BYTES, lambda r: 1),
         ("you counted weights among the gradients", lambda r: r.weight_bytes + r.gradient_bytes),
+        (GRADIENTS_TWICE, lambda r: 2 * r.gradient_bytes),
         ("you left the gradients out", lambda r: 0),
     ],
     "optimizer": [
@@ -90,6 +95,11 @@ WRONG_BYTES: dict[str, list[tuple[str, BytesOf]]] = {
         (
             "you counted the gradients among the optimizer state: they have a function of their own",
             lambda r: r.master_bytes + 8 + r.gradient_bytes,
+        ),
+        (
+            "you counted the fp32 gradients of bf16_fp32_grads among the optimizer state: they are gradients, "
+            "which are split from stage 2 on, and 4 bytes in gradient_bytes",
+            lambda r: r.master_bytes + 8 + (r.gradient_bytes if r.gradient_bytes > r.weight_bytes else 0),
         ),
         (
             "you counted the 16-bit weights among the optimizer state: they have a function of their own",
@@ -179,6 +189,7 @@ def state_aspects(owner: str, units: list[Choice]) -> Aspects:
             ("", "one rank"),
             ("you added all ranks up: asked are the bytes of one", "all ranks"),
             ("you divided with // before you multiplied, which drops what is left over: use /", "floor"),
+            *([(f"in DDP alone {GRADIENTS_TWICE}", "buckets")] if owner == "gradients" else []),
         ],
     }
 
@@ -199,7 +210,8 @@ def owned_bytes(
     if scope == "floor" and is_split:
         return num_params * (size // num_ranks) * unit
     share = ranks(num_ranks) if is_split else 1.0
-    return num_params * size * share * unit * (num_ranks if scope == "all ranks" else 1)
+    copies = {"all ranks": num_ranks, "buckets": 1 if strategy.stage else 2}.get(scope, 1)
+    return num_params * size * share * unit * copies
 
 
 def _state_formula(case: tuple[StateCase, int], **assumed: Any) -> float:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vlmcourse.grading.assumptions import Aspects, Choice, find_assumptions
-from vlmcourse.grading.memory_cases import PATCHES_PER_TILE, TOKENS_PER_TILE, ActivationCase, ReportCase, Strategy
+from vlmcourse.grading.memory_cases import (
+    GIB,
+    PATCHES_PER_TILE,
+    TOKENS_PER_TILE,
+    ActivationCase,
+    ReportCase,
+    Strategy,
+)
 from vlmcourse.grading.memory_mistakes import GIB_UNITS, UNITS, owned_bytes, state_aspects
 from vlmcourse.planner.recipes import PRECISIONS, Precision
 
@@ -52,6 +59,14 @@ COEFFICIENTS: list[Choice] = [
         "you counted the scores of attention in one layer only: every layer keeps its own",
         lambda c, flash: 34 + (0 if flash else _scores(c) / c.tower.num_layers),
     ),
+    *(
+        (
+            "you counted the scores of attention once: for each of them a layer keeps 5 bytes, softmax's output (2), "
+            "dropout's mask (1) and its output (2)",
+            lambda c, flash, num_bytes=num_bytes: 34 + (0 if flash else _scores(c) * num_bytes / 5),
+        )
+        for num_bytes in (2, 1)
+    ),
     (
         "you counted the scores alone without flash attention: the other 34 bytes are there too",
         lambda c, flash: 34 if flash else _scores(c),
@@ -62,11 +77,23 @@ COEFFICIENTS: list[Choice] = [
         "fp32 doubles all of the formula",
         lambda c, flash: _by_masks(c, flash),
     ),
+    (
+        "in fp32 you doubled the 34 bytes and not the scores of attention: fp32 doubles all of the formula",
+        lambda c, flash: 34 + (0 if flash else _scores(c) / _fp32_factor(c)),
+    ),
+    (
+        "in fp32 you doubled the scores of attention and not the 34 bytes: fp32 doubles all of the formula",
+        lambda c, flash: 34 / _fp32_factor(c) + (0 if flash else _scores(c)),
+    ),
 ]
 
 
 def _per_head(case: ActivationCase) -> float:
     return _scores(case) / case.tower.num_heads
+
+
+def _fp32_factor(case: ActivationCase) -> float:
+    return PRECISIONS[case.precision].compute_bytes / 2
 
 
 def _by_masks(case: ActivationCase, flash: bool) -> float:
@@ -79,6 +106,10 @@ def _by_masks(case: ActivationCase, flash: bool) -> float:
 SCALES: list[Choice] = [
     ("", lambda recipe: recipe.compute_bytes / 2),
     ("you did not double it in fp32: the formula counts 16-bit elements", lambda recipe: 1),
+    (
+        "you doubled it in bf16_fp32_grads too: there gradients are fp32, and activations have 16 bits",
+        lambda recipe: 2 if recipe.gradient_bytes == 4 else recipe.compute_bytes / 2,
+    ),
     ("you doubled it in 16 bits too: the formula counts 16-bit elements already", lambda recipe: 2),
     (
         "you multiplied the formula by the bytes of an element: it counts bytes already, of 16-bit elements",
@@ -187,10 +218,21 @@ VISION_POSITIONS: list[Choice] = [
     ("you left the vision tower's activations out", lambda c: 0),
     ("you gave the vision tower the whole sequence: text does not pass through it", lambda c: c.seq_len),
     ("you counted one tile: a sample has image_tokens / 256 of them", lambda c: PATCHES_PER_TILE),
+    *(
+        (
+            "you counted a tile for each 1024 image tokens: a tile has 1024 patches, which become 256 image tokens",
+            lambda c, fewest=fewest: max(fewest, c.image_tokens // PATCHES_PER_TILE) * PATCHES_PER_TILE,
+        )
+        for fewest in (1, 0)
+    ),
     (
         "you gave the vision tower the 256 tokens of each tile again: image_tokens has them all",
         lambda c: c.image_tokens / TOKENS_PER_TILE * c.image_tokens,
     ),
+]
+KEPT_SCORES: list[Choice] = [
+    ("", False),
+    ("you counted the scores of attention: the report is of flash attention, which keeps none", True),
 ]
 _ReportKey = tuple[ReportCase, Strategy]
 
@@ -207,12 +249,16 @@ def _report_activation_formula(
     language: Callable[[ReportCase], float],
     vision: Callable[[ReportCase], float],
     scale: Callable[[Precision], float],
+    scores: bool,
     unit: float,
 ) -> float:
     """Return the GiB that these assumptions give to the activations of both towers."""
     model, (stage, precision) = case
-    towers = ((model.language, language(model)), (model.vision, vision(model)))
-    kept = sum(34 * positions * tower.hidden * tower.num_layers for tower, positions in towers)
+    towers = ((model.language, language(model), model.seq_len), (model.vision, vision(model), PATCHES_PER_TILE))
+    kept = sum(
+        (34 * tower.hidden + scores * 5 * tower.num_heads * seq_len) * positions * tower.num_layers
+        for tower, positions, seq_len in towers
+    )
     return kept * micro_batch(model, stage) * scale(PRECISIONS[precision]) * unit
 
 
@@ -220,8 +266,9 @@ def explain_report(owner: str, answers: Sequence[tuple[Any, float]]) -> list[str
     """Name the wrong assumptions that give all of a learner's GiB of one owner.
 
     Args:
-        owner: weights, gradients, optimizer or activations.
-        answers: pairs of (a `ReportCase`, a `Strategy`) and the number.
+        owner: weights, gradients, optimizer, activations or total.
+        answers: pairs of (a `ReportCase`, a `Strategy`) and the number; for the total, of the sum of the learner's own
+            four numbers and the total.
     """
     if owner == "activations":
         aspects: Aspects = {
@@ -230,7 +277,10 @@ def explain_report(owner: str, answers: Sequence[tuple[Any, float]]) -> list[str
             "language": LANGUAGE_POSITIONS,
             "vision": VISION_POSITIONS,
             "scale": SCALES,
+            "scores": KEPT_SCORES,
         }
         return find_assumptions(answers, _report_activation_formula, aspects)
+    if owner == "total":
+        return find_assumptions(answers, lambda own_sum, unit: own_sum * GIB * unit, {"unit": GIB_UNITS})
     aspects = {**state_aspects(owner, GIB_UNITS), "params": PARAMS}
     return find_assumptions(answers, _report_state_formula, aspects)

@@ -192,7 +192,9 @@ def load_function(answer: bytes) -> Any:
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return how a case ended that raised: the learner's own error with its places, or a wait that was in vain."""
-    text = " ".join(str(error).split())
+    tensors = [arg for arg in error.args if isinstance(arg, torch.Tensor)]
+    named = ", ".join(f"a {type(arg).__name__} of shape {list(arg.shape)}" for arg in tensors)
+    text = named or " ".join(str(error).split())
     low = text.lower()
     if isinstance(error, TimeoutError):
         return {"status": "endless", "error": "", "places": places_of(error)}

@@ -11,15 +11,15 @@ from typing import Any
 
 from vlmcourse.grading.pair_ranks import CaseReports
 from vlmcourse.grading.zero_cases import STATE_BYTES
-from vlmcourse.grading.zero_truths import BEHIND, MISTAKES, OTHER, RIGHT, UNMOVED
+from vlmcourse.grading.zero_truths import BEHIND, MISTAKES, OTHER, RIGHT, ROUNDED, UNMOVED
 from vlmcourse.notebook.rank_names import name_ranks
 
 REDUCING = {"all-reduce", "reduce-scatter", "reduce", "all-to-all"}
 """Collectives that may be there to average gradients."""
 PLAIN = {"frozen", "library"}
 """Keys of mistakes that are plain to see, whatever else is wrong."""
-WHOLE = 0.9
-"""Share of all moments from which a rank counts as holding them all."""
+MOMENTS = 2
+"""Copies of all parameters' numbers from which a rank counts as holding all moments."""
 NEARLY_NONE = 0.05
 """Share of its due below which a rank counts as holding no moments, or as moving no numbers."""
 
@@ -30,6 +30,8 @@ UPDATES = {
     "kept": "gradients of earlier steps are still there: zero_grad() must drop them",
     "zeros": "a parameter without a gradient (grad is None) moved on by its momentum: leave it as it is, as "
     "torch.optim.AdamW does, so zero_grad() must set grad to None and step() must not put zeros in its place",
+    "zeroed": "zero_grad() must set grad to None: it fills grad with zeros, so a parameter without a gradient was "
+    "updated by its momentum and decayed; leave it as it is, as torch.optim.AdamW does",
     "decays_without": "a parameter without a gradient (grad is None) was decayed: leave it as it is in that step",
     "calls": "the bias is corrected by the number of calls of step(): count the steps of each parameter, for one "
     "without a gradient makes none",
@@ -48,6 +50,13 @@ UPDATES = {
     "swapped": "the betas are swapped: the first is that of the mean, the second that of the squares",
     "no_root": "the root is missing: divide by sqrt(v) + eps",
     "fresh": "moments begin anew in every step: they must stay from one to the next",
+    "decay_matrices": "weights of one dimension are not decayed: a recipe for training that leaves them out says so; "
+    "here, as in torch.optim.AdamW, weight decay is for every parameter",
+    "amsgrad": "v never falls from one step to the next, which is AMSGrad (amsgrad=True): AdamW divides by v as it is",
+    "clipped": "each rank clips its own gradient to norm 1 before the mean: no clipping is asked for, and where it "
+    "is, the norm is that of the mean",
+    ROUNDED: "all weights are right to about three digits: gradients or moments are rounded to 16 bits on their way. "
+    "Send gradients and keep both moments in fp32",
     "averaged": "weights are averaged over the ranks, of which one alone has made the step: send the owner's weights "
     "as they are",
 }
@@ -188,7 +197,7 @@ def _common_update(cases: Sequence[CaseReports]) -> str:
     """Return the word for the wrong update that gives every rank's weights in all cases, right ones too; or ""."""
     fits = [set(values["fits"]) for case in cases for values in _values(case).values()]
     common = set.intersection(*fits) if fits else set[str]()
-    return "" if "right" in common else next((word for word in MISTAKES if word in common), "")
+    return "" if "right" in common else next((word for word in (*MISTAKES, ROUNDED) if word in common), "")
 
 
 def _explain_weights(case: CaseReports) -> dict[str, str]:
@@ -255,7 +264,7 @@ def _explain_costs(case: CaseReports) -> dict[str, str]:
     if not keeps_its_share(case):
         whole = STATE_BYTES * sum(of_case.trained_sizes)
         rank, kept = max(((rank, int(v["kept_bytes"])) for rank, v in values.items()), key=lambda pair: pair[1])
-        if all(v["kept_bytes"] >= WHOLE * whole for v in values.values()):
+        if all(v["copies"] >= MOMENTS for v in values.values()):
             found["all state"] = ALL_STATE.format(kept=kept, whole=whole, n=of_case.world_size)
         else:
             found["state"] = TOO_MUCH_STATE.format(rank=rank, kept=kept, most=of_case.most_state_bytes)

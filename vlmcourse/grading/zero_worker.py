@@ -1,8 +1,7 @@
 """Runs learners' ZeRO-1 optimizers of lab 5.1 on one rank; `pair_ranks` starts it on each.
 
 Enters and leaves: as in `pair_worker`, whose ranks, time limits and reports it uses; only what a case is differs: some
-parameters make a few steps. What an optimizer keeps is measured, not asked: all tensors that are alive after the last
-step and were not before it was built.
+parameters make a few steps.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import sys
 import time
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ from vlmcourse.grading.pair_ranks import LOOP_FACTOR
 from vlmcourse.grading.pair_worker import Run, describe_error, main
 from vlmcourse.grading.traces import Printed, places_of
 from vlmcourse.grading.zero_cases import ZeroCase, flatten, make_gradients, make_params
-from vlmcourse.grading.zero_truths import find_fits, find_shift, is_same, make_paths, read_codes
+from vlmcourse.grading.zero_kept import find_held, measure_kept
+from vlmcourse.grading.zero_truths import ROUNDED, find_fits, find_shift, is_rounded, is_same, make_paths, read_codes
 from vlmcourse.parallel.counting import SEND, CollectiveCall, CollectiveCounter
 
 LIBRARY = "ZeroRedundancyOptimizer"
@@ -63,7 +62,7 @@ class ZeroRun(Run):
 
     def _run_steps(self, function: Any, case: ZeroCase) -> dict[str, Any]:
         """Return what the weights became, what was kept, and what was sent."""
-        params = make_params(case)
+        params, held = make_params(case), find_held(function)
         gc.collect()
         gc.freeze()  # what is alive now is not the optimizer's: `gc` no longer lists it
         optimizer = function(params, case.lr, case.betas, case.eps, case.weight_decay)
@@ -77,10 +76,12 @@ class ZeroRun(Run):
             _check_params(case, params)
             calls.append(counter.calls)
             weights.append(flatten(list(params)))
-        kept_bytes = measure_kept_bytes([*params, *weights, *(p.grad for p in params if p.grad is not None)])
+        not_kept = [*params, *weights, *(p.grad for p in params if p.grad is not None)]
+        kept = measure_kept(case, function, held, not_kept)
         return describe_steps(case, weights) | {
             "library": any(type(item).__name__ == LIBRARY for item in gc.get_objects()),
-            "kept_bytes": kept_bytes,
+            "kept_bytes": kept.num_bytes,
+            "copies": kept.copies,
             "sent_bytes": max(sum(map(sent_bytes, of_step)) for of_step in calls),
             "kinds": sorted({call.kind for of_step in calls for call in of_step}),
         }
@@ -91,7 +92,7 @@ def describe_steps(case: ZeroCase, weights: list[Tensor]) -> dict[str, Any]:
     paths = make_paths(case)
     right = paths["right"]
     found: dict[str, Any] = {
-        "fits": find_fits(weights, paths),
+        "fits": find_fits(weights, paths) or [ROUNDED] * is_rounded(weights, right),
         "codes": read_codes(case, weights[-1], paths),
         "shift": find_shift(weights[0], right[0]),
         "digests": [hashlib.sha256(each.numpy().tobytes()).hexdigest()[:16] for each in weights],
@@ -129,20 +130,6 @@ def _check_params(case: ZeroCase, params: list[nn.Parameter]) -> None:
                 f"parameter {index} has shape {list(parameter.shape)} and type {parameter.dtype} after step(): it must "
                 f"keep {list(shape)} and torch.float32; update parameters in place"
             )
-
-
-def measure_kept_bytes(not_counted: Iterable[Tensor]) -> int:
-    """Return the bytes of all tensors made since `gc.freeze()`, each storage once, but for those of some tensors."""
-    gc.collect()
-    seen = {tensor.untyped_storage().data_ptr() for tensor in not_counted}
-    total = 0
-    for item in gc.get_objects():
-        if issubclass(type(item), Tensor):  # what only claims to be one may fail to be asked
-            storage = item.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-    return total
 
 
 def sent_bytes(call: CollectiveCall) -> float:

@@ -68,10 +68,18 @@ def guess(prediction: object, name: str = "") -> str:
 
     Args:
         prediction: as in `check_prediction`.
-        name: which one of a mapping.
+        name: which one of a mapping; one that is spelt otherwise, as `zero_3` for "ZeRO-3", is found too.
     """
-    value = prediction.get(name) if isinstance(prediction, Mapping) else prediction
+    value = prediction
+    if isinstance(prediction, Mapping):
+        by_plain_name = {_letters_of(key): given for key, given in prediction.items()}
+        value = prediction.get(name, by_plain_name.get(_letters_of(name)))
     return f"{value:g}" if is_number(value) else "-"
+
+
+def _letters_of(name: object) -> str:
+    """Return the letters and digits of a name, small."""
+    return "".join(filter(str.isalnum, str(name).lower()))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

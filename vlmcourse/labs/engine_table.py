@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TrainConfig, parse_config
-from vlmcourse.labs.zero_stages import close, open_trainer, tiny_config
+from vlmcourse.labs.zero_stages import close, in_turn, open_trainer, show_running, tiny_config
 from vlmcourse.layout import DEEPSPEED, align
 from vlmcourse.machine import describe_machine
 from vlmcourse.models.vlm import build_model
@@ -105,10 +105,17 @@ def compare_engines(
     with ExitStack() as stack:
         trainers: dict[str, Trainer] = {}
         losses: dict[str, list[float]] = {name: [] for name in strategies}
+        show = stack.enter_context(show_running(ranks))
+
+        def note(name: str, loss: float) -> None:
+            losses[name].append(loss)
+            show(f"{name} has made step {len(losses[name])}")
+
         for name in strategies:
+            show(f"starting {name}")
             of = replace(base, parallel=replace(base.parallel, strategy=name))
             trainers[name] = trainer = stack.enter_context(open_trainer(of, ranks))
-            trainer.after_step.append(lambda _, report, name=name: losses[name].append(report.loss))
+            trainer.after_step.append(lambda _, report, name=name: note(name, report.loss))
         costs = measure_step_costs(trainers, num_timed=num_rounds)
         facts = _collect_facts(trainers, ranks)
         num_params = sum(
@@ -236,7 +243,7 @@ def try_resuming(base: TrainConfig, strategies: Sequence[str], ranks: Ranks) -> 
 
     found: dict[str, dict[str, str]] = {}
     try:
-        for saved in strategies:
+        for saved in in_turn(strategies, ranks, "going on from a checkpoint of"):
             first = build(saved, saved)
             first.train_step()
             first.save()

@@ -23,7 +23,9 @@ HATCHES = {
 PAPER = "background:#fff;color:#000;font:13px sans-serif;padding:6px;max-width:780px"
 
 
-def draw_bar(owners: Mapping[str, int], device: str, limit_bytes: int, note: str = "") -> str:
+def draw_bar(
+    owners: Mapping[str, int], device: str, limit_bytes: int, note: str = "", *, fits_node: bool = True
+) -> str:
     """Draw owners one after the other, and the device's memory as a line across.
 
     Args:
@@ -31,6 +33,7 @@ def draw_bar(owners: Mapping[str, int], device: str, limit_bytes: int, note: str
         device: its name, for the line.
         limit_bytes: its memory, above 0.
         note: a line below, as plain text.
+        fits_node: whether what is not in the bar has room elsewhere.
 
     Returns:
         HTML with one SVG and a table of the same numbers.
@@ -44,9 +47,9 @@ def draw_bar(owners: Mapping[str, int], device: str, limit_bytes: int, note: str
         left += scale * size
     line = 1 + scale * limit_bytes
     side = "end" if line > WIDTH / 2 else "start"
-    verdict = "fits" if total <= limit_bytes else "does not fit"
+    verdict = ("fits" if fits_node else "fits, but main memory does not") if total <= limit_bytes else "does not fit"
     head = f"{show_bytes(total)} of {show_bytes(limit_bytes)}: {verdict}"
-    ink = "#000" if total <= limit_bytes else COLOURS["communication"]
+    ink = "#000" if total <= limit_bytes and fits_node else COLOURS["communication"]
     patterns = "".join(
         f'<pattern id="hatch-{owner}" width="8" height="8" patternUnits="userSpaceOnUse">{HATCHES[hatch]}</pattern>'
         for owner, (_, hatch) in RANK_OWNERS.items()

@@ -8,7 +8,7 @@ Chapter 5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ipywidgets as widgets
@@ -16,15 +16,17 @@ import ipywidgets as widgets
 from vlmcourse.labs.memory_bar import draw_bar, draw_problems
 from vlmcourse.planner import DEVICES, PRECISIONS, Plan, RankMemory, Workload, check_plan
 from vlmcourse.planner.hardware import get_device
-from vlmcourse.planner.offload_cost import show_bytes
+from vlmcourse.planner.offload_cost import machine_of, ranks_per_node, show_bytes
 from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, estimate_offloaded_memory
-from vlmcourse.presets import MODELS, Cluster, VLMShape, get_model
+from vlmcourse.presets import CLUSTERS, MODELS, Cluster, VLMShape, get_model
 from vlmcourse.recompute import find_policy_problem
 from vlmcourse.values import check_counts
 
 NOT_JUDGED = ("memory", "host_memory", "batch", "sharding")
 """Codes of problems that are no reason not to show a bar: it shows them itself, or they were not asked about. What is
 wrong with splitting is said here, in the names of this module."""
+DEVICES_A_NODE = 8
+"""Where no machine is known that has the device."""
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SEQ_LENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 RECOMPUTE = ("none", "selective", "every:2", "sqrt", "full")
@@ -44,18 +46,34 @@ class Calculation:
     device: str = ""
     limit_bytes: int = 0
     """Memory of the device."""
+    node_ranks: int = 1
+    """Ranks that share the main memory of one node."""
+    node_limit_bytes: int | None = None
+    """Main memory of a node of such devices; None where no datasheet says."""
+
+    @property
+    def fits_node(self) -> bool:
+        """Whether what lies off the devices of a node has room there, as far as that is known."""
+        if self.memory is None or self.node_limit_bytes is None:
+            return True
+        return self.node_ranks * self.memory.host_total <= self.node_limit_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether there is such a rank, and it fits its device."""
-        return self.memory is not None and self.memory.device_total <= self.limit_bytes
+        """Whether there is such a rank, it fits its device, and what it has off it fits main memory."""
+        return self.memory is not None and self.memory.device_total <= self.limit_bytes and self.fits_node
 
     @property
     def note(self) -> str:
         """What lies off the device, "" for nothing."""
         if self.memory is None or not self.memory.host_total:
             return ""
-        return f"{show_bytes(self.memory.host_total)} of this rank are in main memory"
+        rank = f"{show_bytes(self.memory.host_total)} of this rank are in main memory"
+        node_bytes = show_bytes(self.node_ranks * self.memory.host_total)
+        if self.node_limit_bytes is None:
+            return f"{rank}, {node_bytes} on a node with {self.node_ranks} ranks: see that yours has as much"
+        verdict = "" if self.fits_node else ", which is too much"
+        return f"{rank}, {node_bytes} of a node's {show_bytes(self.node_limit_bytes)}{verdict}"
 
     def __str__(self) -> str:
         """Show every owner and the sum, or every problem."""
@@ -72,7 +90,7 @@ class Calculation:
         """Show the bar, or the problems in its place."""
         if self.memory is None:
             return draw_problems(self.problems)
-        return draw_bar(self.memory.by_owner(), self.device, self.limit_bytes, self.note)
+        return draw_bar(self.memory.by_owner(), self.device, self.limit_bytes, self.note, fits_node=self.fits_node)
 
 
 def calculate(
@@ -126,21 +144,37 @@ def calculate(
             recompute_vision=recompute,
             recompute_language=recompute,
         )
-        problems = [*_plan_problems(plan, shape, device, workload), *_sample_problems(shape, workload)]
-        if zero_stage and ranks == 1 and offload == "none":
-            problems.append(f"ZeRO-{zero_stage} splits over 1 rank, which is nothing: raise ranks or set zero_stage=0")
+        problems = [*_plan_problems(plan, shape, device, workload, offload), *_sample_problems(shape, workload)]
         memory = estimate_offloaded_memory(plan, shape, workload, level=offload)[0]
     except ValueError as error:
         return Calculation(title=title, memory=None, problems=tuple(_sentences(str(error))))
     if problems:
         return Calculation(title=title, memory=None, problems=tuple(problems))
-    return Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes)
+    return _place(Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes), plan)
 
 
-def _plan_problems(plan: Plan, shape: VLMShape, device: str, workload: Workload) -> list[str]:
+def _place(result: Calculation, plan: Plan) -> Calculation:
+    """Return a calculation with the main memory that its ranks share, by the first machine known with the device."""
+    machine = next((machine_of(cluster) for cluster in CLUSTERS.values() if cluster.device == result.device), None)
+    if machine is None:
+        return replace(result, node_ranks=min(plan.num_ranks, DEVICES_A_NODE))
+    return replace(result, node_ranks=ranks_per_node(plan, machine), node_limit_bytes=machine.host_bytes)
+
+
+def _plan_problems(plan: Plan, shape: VLMShape, device: str, workload: Workload, offload: str) -> list[str]:
+    """Return what is wrong with how ranks share the state, or with what leaves the device."""
     cluster = Cluster(name=device, device=device, num_nodes=1, devices_per_node=plan.num_ranks, host_memory_bytes=0)
     found = check_plan(plan, shape, cluster, workload).problems
-    return [problem.message for problem in found if problem.code not in NOT_JUDGED]
+    problems = [problem.message for problem in found if problem.code not in NOT_JUDGED]
+    stage = plan.zero_stage
+    if stage and plan.num_ranks == 1 and offload == "none":
+        problems.append(f"ZeRO-{stage} splits over 1 rank, which is nothing: raise ranks or set zero_stage=0")
+    if offload == "optimizer" and not stage:
+        problems.append(
+            "offload = 'optimizer' with zero_stage=0: no strategy moves optimizer state that is whole on every rank; "
+            "set zero_stage=1 or higher"
+        )
+    return problems
 
 
 def _sample_problems(shape: VLMShape, workload: Workload) -> list[str]:

@@ -8,8 +8,9 @@ what 'single' holds.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.labs.lone_engine import LoneEngine
@@ -58,6 +60,21 @@ def open_trainer(config: TrainConfig, ranks: Ranks) -> Iterator[Trainer]:
         yield trainer
     finally:
         close(trainer)
+
+
+@contextmanager
+def show_running(ranks: Ranks) -> Iterator[Callable[[str], None]]:
+    """Give what puts a text into one line on rank 0, in place of the text before: what a long cell is at."""
+    with tqdm(file=sys.stdout, disable=not ranks.is_main, bar_format="{desc} ({elapsed})") as line:
+        yield line.set_description_str
+
+
+def in_turn(names: Sequence[str], ranks: Ranks, doing: str = "running") -> Iterator[str]:
+    """Yield names one after the other and show on rank 0 which of them it is."""
+    with show_running(ranks) as show:
+        for number, name in enumerate(names, 1):
+            show(f"{doing} {name}, {number} of {len(names)}")
+            yield name
 
 
 def close(trainer: Any) -> None:
@@ -129,7 +146,7 @@ def measure_stages(
     traffic: list[TrafficRow] = []
     skipped: list[NotRun] = []
     names = strategies if ranks.world_size > 1 else ("single", *(name for name in strategies if name != "single"))
-    for name in names:
+    for name in in_turn(names, ranks):
         if reason := _say_why_not(name, ranks):
             skipped.append(NotRun(name, ranks.world_size, 0.0, reason))
             continue

@@ -69,7 +69,8 @@ def compare_with_simulator(
     """Replay a snapshot's trace in the simulator and compare bytes and segments.
 
     Segments of the simulator get the real ones' addresses in turn, since between free blocks of equal size the lower
-    address is taken.
+    address is taken. On a device that can run full, where the real allocator gave back only some unused segments before
+    it took a new one, the program did not ask for that (`empty_cache` gives back all): it is left to the simulator.
 
     Args:
         snapshot: with a trace from before the first allocation.
@@ -89,6 +90,9 @@ def compare_with_simulator(
         simulator = CachingAllocator(settings, device_bytes, lambda _: next(addresses))
     gaps = []
     for i, (event, reserved) in enumerate(zip(real.trace.events, real.reserved_bytes, strict=True)):
+        if i in real.before_segments and device_bytes is not None and _only_some_left(simulator, reserved):
+            gaps.append(0)  # the request that follows shows whether the simulator gives back the same ones
+            continue
         try:
             play_event(simulator, event)
         except SimulatedOutOfMemoryError as error:
@@ -107,6 +111,13 @@ def compare_with_simulator(
         real_segments=_sizes(real_map),
         simulated_segments=_sizes(simulated_map),
     )
+
+
+def _only_some_left(simulator: CachingAllocator, reserved_bytes: int) -> bool:
+    """Return whether `reserved_bytes` is more than what would be left if all unused segments were given back."""
+    segments = simulator.memory_map().segments
+    unused = sum(found.size_bytes for found in segments if all(block.state == FREE for block in found.blocks))
+    return not simulator.settings.expandable_segments and reserved_bytes > simulator.reserved_bytes - unused
 
 
 def _sizes(found: MemoryMap) -> tuple[int, ...]:

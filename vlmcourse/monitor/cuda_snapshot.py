@@ -160,13 +160,15 @@ class RealTrace:
     trace: AllocTrace
     reserved_bytes: tuple[int, ...]
     """Of the device, after each event of the trace; from the segments that were taken and given back."""
+    before_segments: frozenset[int]
+    """Events of `empty_cache` with a new segment right after: the allocator itself may have made room for it."""
 
 
 def read_trace(snapshot: Mapping[str, Any], device: int = 0) -> RealTrace:
     """Return the events of a snapshot from the first allocation on.
 
-    A block counts as free from `free_completed` on: until then another stream uses it. Segments given back without a
-    new one being asked for right after are taken for a call of `empty_cache`.
+    A block counts as free from `free_completed` on: until then another stream uses it. Segments given back are taken
+    for a call of `empty_cache`, before a request that fails too: the allocator empties its cache before it gives up.
 
     Raises:
         SnapshotError: if there is no trace, or it began after the first allocation.
@@ -185,6 +187,7 @@ def read_trace(snapshot: Mapping[str, Any], device: int = 0) -> RealTrace:
     events: list[AllocEvent] = []
     reserved_after: list[int] = []
     live: dict[int, int] = {}
+    before_segments: set[int] = set()
     reserved, num_keys = 0, 0
     for i, entry in enumerate(entries):
         action, size_bytes = entry["action"], entry.get("size", 0)
@@ -192,7 +195,10 @@ def read_trace(snapshot: Mapping[str, Any], device: int = 0) -> RealTrace:
             reserved += size_bytes
         elif action in GIVES_BACK:
             reserved -= size_bytes
-            if _ends_emptying(entries, i):
+            following = entries[i + 1]["action"] if i + 1 < len(entries) else ""
+            if following not in GIVES_BACK:
+                if following in TAKES:
+                    before_segments.add(len(events))
                 events.append(AllocEvent(EMPTY_CACHE))
                 reserved_after.append(reserved)
         elif action == "alloc":
@@ -215,10 +221,4 @@ def read_trace(snapshot: Mapping[str, Any], device: int = 0) -> RealTrace:
             f"by its trace the allocator holds {reserved} bytes, by its segments {total}: a trace must begin before "
             "the first allocation; call record_history() first thing in the program"
         )
-    return RealTrace(AllocTrace(tuple(events)), tuple(reserved_after))
-
-
-def _ends_emptying(entries: Sequence[Mapping[str, Any]], i: int) -> bool:
-    """Return whether a run of segments given back ends here, and no new segment or error follows."""
-    following = entries[i + 1]["action"] if i + 1 < len(entries) else ""
-    return following not in (*GIVES_BACK, *TAKES, "oom")
+    return RealTrace(AllocTrace(tuple(events)), tuple(reserved_after), frozenset(before_segments))

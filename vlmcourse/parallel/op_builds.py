@@ -26,6 +26,7 @@ from torch.utils import cpp_extension
 
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.progress import heartbeat
+from vlmcourse.termination import end_as_interrupted
 
 logger = logging.getLogger(__name__)
 LOCK = "lock"
@@ -37,8 +38,8 @@ POLL_S = 0.2
 COMPILER_PACKAGES = "g++ (Debian, Ubuntu), gcc-c++ (Fedora, RHEL), gxx (conda-forge) or xcode-select --install (macOS)"
 
 
-class StaleLockError(RuntimeError):
-    """A lock of a build that is no longer running, which PyTorch would wait for without end."""
+class StaleLockError(ValueError):
+    """A lock of a build that is no longer running, which PyTorch would wait for without end; a person can delete it."""
 
 
 def find_build_problem() -> str:
@@ -116,11 +117,13 @@ def load_op(builder: Any, ranks: Ranks) -> Any:
         The loaded operation.
 
     Raises:
-        StaleLockError: if a killed build's lock would let this one wait without end.
+        StaleLockError: on every rank, if a killed build's lock would let one wait without end.
         RuntimeError: if the build fails, on the rank that builds with what the compiler said; on the others with its
             last line.
-    Communicates: an all-gather of a few bytes, and a few through the ranks' store, which waits longer than that.
+    Communicates: two all-gathers of a few bytes, and a few through the ranks' store, which waits longer than that.
     """
+    if problem := first_problem(_find_stale_lock(builder.name) if ranks.local_rank == 0 else "", ranks):
+        raise StaleLockError(problem)
     if ranks.world_size == 1:
         return _build(builder, ranks.rank)
     store: Any = dist.distributed_c10d._get_default_store()
@@ -161,7 +164,6 @@ def first_problem(mine: str, ranks: Ranks) -> str:
 def _build(builder: Any, rank: int) -> Any:
     """Load an operation on the rank that compiles it where it is not there yet."""
     folder = find_build_folder(builder.name)
-    check_lock(folder)
     if is_built(builder.name):
         return builder.load(verbose=False)
     num_files = len(builder.sources())
@@ -170,13 +172,25 @@ def _build(builder: Any, rank: int) -> Any:
     )
     logger.warning("%s, once on this machine: a minute or more", what)
     started_s = time.monotonic()
-    with heartbeat(lambda: _describe_progress(builder.name, folder), every_s=BEAT_S):
+    progress = heartbeat(lambda: _describe_progress(builder.name, folder), every_s=BEAT_S)
+    with progress, end_as_interrupted():  # an interrupted build removes its lock
         loaded = builder.load(verbose=False)
     seconds = time.monotonic() - started_s
     logger.warning(
         "rank %d: the operation %r is ready after %.0f s; the next run loads it", rank, builder.name, seconds
     )
     return loaded
+
+
+def _find_stale_lock(name: str) -> str:
+    """Return what `check_lock` says of an operation's folder, or "" where it says nothing or there is no folder."""
+    try:
+        check_lock(find_build_folder(name))
+    except StaleLockError as error:
+        return str(error)
+    except RuntimeError:
+        return ""  # said by who builds there
+    return ""
 
 
 def _describe_progress(name: str, folder: Path) -> str:

@@ -68,6 +68,8 @@ class CachingAllocator:
         """Calls to the device, each of which may stop it: name as in PyTorch's traces, address, bytes."""
         self._small, self._large = FreePool(is_small=True), FreePool(is_small=False)
         self._in_use: dict[int, Block] = {}
+        self._of_nothing: set[int] = set()
+        """Keys of requests of 0 bytes, which have no block and are freed like others."""
         self._place_segment = place_segment or self._next_address
         self._end_address = FIRST_ADDRESS
 
@@ -89,11 +91,12 @@ class CachingAllocator:
             ValueError: if the key is in use, or the size is negative.
             SimulatedOutOfMemoryError: if nothing that could be given back makes room.
         """
-        if key in self._in_use or size_bytes < 0:
+        if key in self._in_use or key in self._of_nothing or size_bytes < 0:
             raise ValueError(
                 f"request {key} of {size_bytes} bytes: its key must be in no use and its size not negative"
             )
         if not size_bytes:
+            self._of_nothing.add(key)
             return None
         block_bytes = self.settings.round_size(size_bytes)
         pool = self._small if block_bytes <= MAX_SMALL_BYTES else self._large
@@ -120,6 +123,9 @@ class CachingAllocator:
         Raises:
             KeyError: if no block of that key is in use.
         """
+        if key in self._of_nothing:
+            self._of_nothing.remove(key)
+            return
         block = self._in_use.pop(key)
         self.allocated_bytes -= block.size_bytes
         block.is_allocated, block.requested_bytes, block.owner = False, 0, ""
@@ -131,10 +137,6 @@ class CachingAllocator:
         """Let a block that is in use belong to another owner; a request of 0 bytes has none."""
         if key in self._in_use:
             self._in_use[key].owner = owner
-
-    def holds(self, key: int) -> bool:
-        """Return whether a block of that key is in use."""
-        return key in self._in_use
 
     def empty_cache(self) -> None:
         """Give back all segments in no use, and the whole pages in no use of expandable ones."""

@@ -91,11 +91,10 @@ def _refused_by_package(strategy: str, needs: Needs) -> list[str]:
         table["model"] = {"freeze": ["vision"]}
     if needs.recomputation:
         table["activations"] = {"language": "full"}
-    if needs.nvme:
-        table["offload"] = {"optimizer": "nvme", "nvme_path": "swap"}
-    elif needs.cpu_offload != "none":
+    if needs.nvme or needs.cpu_offload != "none":
         parameters = "cpu" if needs.cpu_offload == "all" else "none"
-        table["offload"] = {"optimizer": "cpu", "parameters": parameters}
+        place = {"optimizer": "nvme", "nvme_path": "swap"} if needs.nvme else {"optimizer": "cpu"}
+        table["offload"] = {**place, "parameters": parameters}
     try:
         parse_config(table)
     except ConfigError as error:

@@ -55,7 +55,8 @@ class Refusal:
         """Say in two sentences why the request did not fit."""
         first = (
             f"A request of {format_size(self.requested_bytes)} did not fit: {format_size(self.total_free_bytes)} were "
-            f"free, {format_size(self.free_bytes)} of them in holes and {format_size(self.device_free_bytes)} outside."
+            f"free, {format_size(self.free_bytes)} of them in holes of its pool and "
+            f"{format_size(self.device_free_bytes)} outside."
         )
         if not self.is_fragmentation:
             return f"{first} That is less than the request: no arrangement would have helped."
@@ -161,9 +162,7 @@ def play_event(allocator: CachingAllocator, event: AllocEvent) -> None:
         KeyError: if a key that is not in use is freed.
     """
     if event.kind == ALLOC:
-        # Of 0 bytes there is no block, and none to free.
-        if event.size_bytes:
-            allocator.malloc(event.key, event.size_bytes, event.label, event.stream)
+        allocator.malloc(event.key, event.size_bytes, event.label, event.stream)
     elif event.kind == FREED:
         allocator.free(event.key)
     elif event.kind == GIVE:

@@ -42,6 +42,8 @@ BEFORE = {
     "optimizer": "All but the optimizer's state on the device",
     "optimizer+parameters": "Units of weights with one fetched ahead",
 }
+STAGES_OF = {"optimizer": "1 to 3", "optimizer+parameters": "3", "layered": "3"}
+"""ZeRO stages under which a level can be run here: below, an engine would not read the setting."""
 HOMES = ("device", "main memory", "files")
 
 
@@ -81,7 +83,7 @@ class Level:
         """Show question, numbers and answer in a line."""
         question = f"{QUESTIONS[self.name]:27}"
         if self.device_bytes is None:
-            return f"{question}only with zero_stage=3: no"
+            return f"{question}only with zero_stage={STAGES_OF[self.name]}: no"
         device = f"{show_bytes(self.device_bytes)} of {show_bytes(self.device_limit_bytes)} a device"
         if self.name == "none" or not self.fits_device:
             return f"{question}{device}: {'yes' if self.fits else 'no'}"
@@ -187,7 +189,7 @@ def decide_offload(
 def _ask(name: str, plan: Plan, model: VLMShape, machine: Machine, workload: Workload | None) -> Level:
     """Return the numbers of one level."""
     level = partial(Level, name=name, device_limit_bytes=machine.device_bytes, node_limit_bytes=machine.host_bytes)
-    if name in ZERO_3_LEVELS and plan.zero_stage < 3:
+    if name != "none" and plan.zero_stage < (3 if name in ZERO_3_LEVELS else 1):
         return level(memory=None)
     stages = estimate_offloaded_memory(plan, model, workload, level=name)
     memory = max(stages, key=lambda stage: stage.device_total)
@@ -242,8 +244,9 @@ def _why_nothing_fits(
     need = f"a rank needs {show_bytes(last.memory.device_total)} of its device's {show_bytes(last.device_limit_bytes)}"
     if plan.zero_stage < 3:
         split = dataclasses.replace(plan, zero_stage=3, dp_shard=plan.dp_degree, dp_replicate=1)
+        stays = "weights cannot leave it" if plan.zero_stage else "nothing can leave it (that takes 1 to 3)"
         return (
-            f"At level {last.name} {need}, and under zero_stage={plan.zero_stage} weights cannot leave it: with "
+            f"At level {last.name} {need}, and under zero_stage={plan.zero_stage} {stays}: with "
             f"zero_stage=3 over dp_shard={split.dp_shard} the answer is "
             f"{decide_offload(split, model, machine, workload).answer!r}."
         )

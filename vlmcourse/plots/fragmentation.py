@@ -23,20 +23,22 @@ IN_USE = ("#5B7083", "")
 """Colour and hatch of a block whose owner nobody knows, as in most snapshots."""
 HOLE = ("white", "//////")
 HOLE_EDGE = COLOURS["communication"]
+OUTSIDE = "white"
+"""Of what is not reserved; no owner's colour."""
 ROW_HEIGHT = 0.74
 MAX_HOLES = 14
 NAMED_FRACTION = 0.033
 """Of a row's width, from which on a hole's size is written into it."""
 
 
-def plot_memory_map(found: MemoryMap, title: str, num_rows: int = 12, request_bytes: int | None = None) -> Figure:
+def plot_memory_map(shown: MemoryMap | Refusal, title: str, num_rows: int = 12) -> Figure:
     """Draw segments one after the other, their blocks in the colours of their owners, and holes hatched.
 
     Args:
-        found: segments and blocks.
+        shown: segments and blocks; or the moment of a refusal, whose figure is of the whole device: what is not
+            reserved follows on the last segment, and the request is below the map, to scale.
         title: the message; say there whether the map is simulated.
         num_rows: rows that memory is wrapped into; a segment that does not end in its row goes on in the next.
-        request_bytes: a request to draw to scale below the map, next to which all holes can be seen.
 
     Returns:
         A figure; the horizontal axis is MiB within a row, heavy lines are borders of segments.
@@ -44,33 +46,45 @@ def plot_memory_map(found: MemoryMap, title: str, num_rows: int = 12, request_by
     Raises:
         ValueError: if there is no segment.
     """
+    refusal, found = (shown, shown.map) if isinstance(shown, Refusal) else (None, shown)
     if not found.segments:
         raise ValueError("the map has 0 segments: draw it at a moment at which something is reserved")
-    row_mib = max(1.0, found.reserved_bytes / MIB / num_rows)
-    has_request = request_bytes is not None
-    figure, axes = new_figure(1.7 + 0.33 * (num_rows + 1.4 * has_request))
-    _draw_blocks(axes, found, row_mib)
+    outside_bytes = refusal.device_free_bytes if refusal else 0
+    row_mib = max(1.0, (found.reserved_bytes + outside_bytes) / MIB / num_rows)
+    figure, axes = new_figure(1.9 + 0.33 * (num_rows + 1.4 * (refusal is not None)))
+    has_sizes = _draw_blocks(axes, found, row_mib)
     _draw_borders(axes, found, row_mib)
+    _draw_outside(axes, found.reserved_bytes / MIB, outside_bytes / MIB, row_mib)
     ticks = list(range(num_rows))
     labels = [f"{row * row_mib / 1024:.2f}" for row in ticks]
     lowest = num_rows - 0.4
-    if request_bytes is not None:
-        _draw_request(axes, request_bytes / MIB, num_rows + 0.4)
+    if refusal:
+        _draw_request(axes, refusal.requested_bytes / MIB, num_rows + 0.4)
         lowest += 1.4
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.set(xlim=(0, row_mib), ylim=(lowest, -0.6), xlabel="within a row (MiB)")
     axes.set_ylabel("where the row begins (GiB)")
     axes.spines[["top", "right"]].set_visible(False)
-    _add_map_legend(figure, found)
-    holes = found.holes()
-    axes.set_title(
-        f"reserved {found.reserved_bytes / GIB:.2f} GiB in {len(found.segments)} segments, allocated "
-        f"{found.allocated_bytes / GIB:.2f}; free {sum(holes) / MIB:,.0f} MiB in {len(holes)} holes, the largest "
-        f"{found.largest_free_bytes / MIB:,.0f} MiB",
-        fontsize=8.5,
-    )
+    _add_map_legend(figure, found, has_sizes=has_sizes, has_outside=outside_bytes > 0)
+    axes.set_title(_describe_map(found, refusal), fontsize=8.5)
     figure.suptitle(title, fontsize=12)
     return figure
+
+
+def _describe_map(found: MemoryMap, refusal: Refusal | None) -> str:
+    """Say what is reserved and what is free, with the numbers of `Refusal.explain` where there is one."""
+    reserved = f"reserved {found.reserved_bytes / GIB:.2f} GiB in {len(found.segments)} segments, allocated "
+    reserved += f"{found.allocated_bytes / GIB:.2f}"
+    if refusal is None:
+        holes = found.holes()
+        free = f"{sum(holes) / MIB:,.2f} MiB in {len(holes)} holes"
+        return f"{reserved}; free {free}, the largest {found.largest_free_bytes / MIB:,.2f} MiB"
+    other_bytes = found.free_bytes - refusal.free_bytes
+    return (
+        f"{reserved}; outside {refusal.device_free_bytes / MIB:,.2f} MiB, a new segment would take "
+        f"{refusal.segment_bytes / MIB:,.2f}\nfree for this request: {refusal.free_bytes / MIB:,.2f} MiB in holes, the "
+        f"largest {refusal.largest_free_bytes / MIB:,.2f}; in the other pool's holes: {other_bytes / MIB:,.2f} MiB"
+    )
 
 
 def _style(block: BlockView) -> tuple[str, str]:
@@ -92,10 +106,10 @@ def _pieces(start: float, end: float, row: float) -> list[tuple[int, float, floa
     return found
 
 
-def _draw_blocks(axes: Axes, found: MemoryMap, row_mib: float) -> None:
-    """Draw all blocks, those of one style at once: there are thousands."""
+def _draw_blocks(axes: Axes, found: MemoryMap, row_mib: float) -> bool:
+    """Draw all blocks, those of one style at once: there are thousands; tell whether a hole's size was written."""
     boxes: dict[tuple[str, str], list[Rectangle]] = {}
-    offset = 0.0
+    offset, has_sizes = 0.0, False
     for block in found.blocks():
         pieces = _pieces(offset, offset + block.size_bytes / MIB, row_mib)
         offset += block.size_bytes / MIB
@@ -105,11 +119,13 @@ def _draw_blocks(axes: Axes, found: MemoryMap, row_mib: float) -> None:
         if block.state == FREE and width > NAMED_FRACTION * row_mib:  # the whole hole's size, where it is widest
             text, label = f"{block.size_bytes / MIB:,.0f}", {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
             axes.text(x + width / 2, row, text, ha="center", va="center", fontsize=6.5, bbox=label, zorder=4)
+            has_sizes = True
     for (colour, hatch), of_style in boxes.items():
         edge = HOLE_EDGE if colour == HOLE[0] else "white"
         axes.add_collection(
             PatchCollection(of_style, facecolor=colour, edgecolor=edge, hatch=hatch, lw=0.3), autolim=False
         )
+    return has_sizes
 
 
 def _draw_borders(axes: Axes, found: MemoryMap, row_mib: float) -> None:
@@ -127,6 +143,13 @@ def _draw_borders(axes: Axes, found: MemoryMap, row_mib: float) -> None:
     axes.add_collection(LineCollection(ends, colors="black", linewidths=1.3, zorder=3), autolim=False)
 
 
+def _draw_outside(axes: Axes, start_mib: float, size_mib: float, row_mib: float) -> None:
+    """Draw what the allocator has not got from the device."""
+    for row, x, width in _pieces(start_mib, start_mib + size_mib, row_mib):
+        place = (x, row - ROW_HEIGHT / 2)
+        axes.add_patch(Rectangle(place, width, ROW_HEIGHT, facecolor=OUTSIDE, edgecolor="black", lw=0.7, ls=":"))
+
+
 def _draw_request(axes: Axes, size_mib: float, row: float) -> None:
     box = Rectangle((0, row - ROW_HEIGHT / 2), size_mib, ROW_HEIGHT, facecolor="none", edgecolor="black", lw=1.8)
     box.set_linestyle("--")
@@ -135,7 +158,7 @@ def _draw_request(axes: Axes, size_mib: float, row: float) -> None:
     axes.annotate(text, (size_mib, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
 
 
-def _add_map_legend(figure: Figure, found: MemoryMap) -> None:
+def _add_map_legend(figure: Figure, found: MemoryMap, *, has_sizes: bool, has_outside: bool) -> None:
     present = found.by_owner()
     names = [owner for owner in LEDGER_STYLES if owner in present]
     handles = [Patch(facecolor=LEDGER_STYLES[o][0], hatch=LEDGER_STYLES[o][1], edgecolor="white") for o in names]
@@ -146,7 +169,10 @@ def _add_map_legend(figure: Figure, found: MemoryMap) -> None:
         handles.append(Patch(facecolor=COLOURS["visual_tokens"], hatch="xx", edgecolor="white"))
         names.append("waiting for a stream")
     handles.append(Patch(facecolor=HOLE[0], hatch=HOLE[1], edgecolor=HOLE_EDGE))
-    names.append("free (size in MiB)")
+    names.append("free (size in MiB)" if has_sizes else "free")
+    if has_outside:
+        handles.append(Patch(facecolor=OUTSIDE, edgecolor="black", ls=":"))
+        names.append("not reserved")
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
@@ -184,10 +210,7 @@ def plot_memory_over_time(runs: Mapping[str, Replay], title: str) -> Figure:
         axes.set(xlim=(0, len(run.trace.events) - 1), ylim=(0, 1.1 * highest), ylabel="GiB")
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1, 0].set_xlabel("events: allocations, frees (dotted: a step begins)")
-    handles = [
-        Patch(facecolor=IN_USE[0]),
-        Patch(facecolor=HOLE[0], hatch="////", edgecolor=HOLE_EDGE),
-    ]
+    handles = [Patch(facecolor=IN_USE[0]), Patch(facecolor=HOLE[0], hatch="////", edgecolor=HOLE_EDGE)]
     figure.legend(handles, ["allocated", "reserved, and free"], loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(title, fontsize=12)
     return figure
@@ -214,7 +237,7 @@ def plot_refusal(refusal: Refusal, title: str) -> Figure:
     holes = refusal.map.holes(is_small)
     rows = [("the request", refusal.requested_bytes, "black", "")]
     rows.append(("free, in sum", refusal.total_free_bytes, "white", HOLE[1]))
-    rows.append(("not reserved", refusal.device_free_bytes, COLOURS["idle"], ""))
+    rows.append(("not reserved", refusal.device_free_bytes, OUTSIDE, ""))
     shown = holes[:MAX_HOLES]
     rows += [(f"hole {i + 1}", size, "white", HOLE[1]) for i, size in enumerate(shown)]
     if len(holes) > len(shown):

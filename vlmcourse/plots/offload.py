@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
-from vlmcourse.planner.offload import DOES_NOT_FIT, QUESTIONS, Decision, Level
+from vlmcourse.planner.offload import DOES_NOT_FIT, QUESTIONS, STAGES_OF, Decision, Level
 from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.plots.style import COLOURS, RANK_OWNERS, new_figure
 
@@ -102,7 +102,8 @@ def _draw_question(axes: Axes, level: Level, middle: float, *, is_asked: bool) -
     question = QUESTIONS[level.name].capitalize()
     axes.text(0.18, middle + 0.38, question, va="center", color=ink, weight="bold", fontsize=10.5)
     if level.memory is None:
-        axes.text(0.18, middle - 0.12, "only where weights are split: zero_stage=3", va="center", color=ink, fontsize=9)
+        stages = f"only with zero_stage={STAGES_OF[level.name]}"
+        axes.text(0.18, middle - 0.12, stages, va="center", color=ink, fontsize=9)
         return
     alpha = 1.0 if is_asked else 0.35
     parts = [(size, *RANK_OWNERS[owner]) for owner, size in level.memory.by_owner().items() if size]

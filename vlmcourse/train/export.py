@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from vlmcourse.data.tokenizer import BUILTIN_FOLDER
 from vlmcourse.models.hf import save_hf_folder
 from vlmcourse.models.vlm import build_model
+from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.presets import LanguageShape, VisionShape, VLMShape
 from vlmcourse.train.folder import META_NAME, find_checkpoint, read_meta
 from vlmcourse.train.plain_checkpoint import quiet_alone, readable_errors
@@ -34,7 +36,6 @@ from vlmcourse.train.plain_checkpoint import quiet_alone, readable_errors
 DTYPES = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 """What weights may be written as; saved is what the checkpoint holds."""
 MAX_SHARD_BYTES = 5 * 10**9
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,20 +157,20 @@ def export_hf_folder(
             f"There is no folder {str(tokenizer_dir)!r}, the run's tokenizer: give its present place with --tokenizer"
         )
     _check_room(folder, weights.num_bytes)
-    partial = folder.with_name(folder.name + ".partial")
+    naming = {"prefix": f"{folder.name}.", "suffix": ".partial", "dir": folder.parent}
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
-        save_hf_folder(model, partial, tokenizer_dir, state_dict=weights, max_shard_bytes=max_shard_bytes)
-        partial.rename(folder)  # replaces an empty folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(**naming, ignore_cleanup_errors=True) as beside:  # a name that nobody has
+            partial = Path(beside) / folder.name  # inside, since only its owner can open a temporary folder
+            partial.mkdir()
+            save_hf_folder(model, partial, tokenizer_dir, state_dict=weights, max_shard_bytes=max_shard_bytes)
+            partial.rename(folder)  # replaces an empty folder
     except FileNotFoundError:
         raise
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         remedy = "free some space, or choose another disk" if full else "choose another folder"
         raise ValueError(f"{str(folder)!r} cannot be written ({error}): {remedy}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Exported(
         checkpoint=str(checkpoint),
         strategy=meta["config"]["parallel"]["strategy"],
@@ -276,8 +277,8 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
         raise ValueError(
-            f"{str(folder)!r}: the weights take {needed_bytes / GIB:.2f} GiB and its disk has {free_bytes / GIB:.2f} "
-            "GiB free: free some, choose another disk with --out, or write half the bytes with --dtype bf16"
+            f"{str(folder)!r}: the weights take {show_bytes(needed_bytes)} and its disk has {show_bytes(free_bytes)} "
+            "free: free some, choose another disk with --out, or write half the bytes with --dtype bf16"
         )
 
 
@@ -285,7 +286,7 @@ def describe(exported: Exported) -> str:
     """Return one line for a person."""
     return (
         f"{exported.checkpoint}: step {exported.step} of {exported.strategy}, {exported.num_params:,} weights in "
-        f"{exported.dtype}, {exported.weight_bytes / GIB:.2f} GiB -> {exported.folder}"
+        f"{exported.dtype}, {show_bytes(exported.weight_bytes)} -> {exported.folder}"
     )
 
 

@@ -164,8 +164,9 @@ def test_figures_show_the_fits_the_losses_and_who_shared_cores(kind: str, tmp_pa
     report = analyse(tmp_path, kind, num_cores=2)
     drawn = plot_speedups(report)
     shown = texts_of(drawn)
+    crowded: Any
     (crowded,) = [line for line in drawn.axes[0].lines if str(line.get_label()).startswith("more ranks")]
-    assert list(crowded.get_xydata()[:, 0]) == [4]  # pyright: ignore[reportOptionalSubscript]
+    assert list(crowded.get_xdata()) == [4]
     law = "Amdahl" if kind == "strong" else "Gustafson"
     assert all(words in shown for words in (law, "with communication", "more ranks than the 2 cores", "measured, 95 %"))
     shown = texts_of(plot_losses_of_efficiency(report))

@@ -95,7 +95,7 @@ RIGHT_ANSWERS: dict[str, dict[str, str]] = {
             half = "bf16_mixed" if "bf16" in device.dense_flop_per_s else "fp16_mixed"
             sharded = Plan(dp_shard=n, zero_stage=3, precision=half) if n > 1 else Plan(precision=half)
             memory = estimate_rank_memory(sharded, model)
-            extra = memory.activations + memory.reserved
+            extra = memory.activations + memory.allowance
             room = device.memory_bytes - extra
             if 16 * P <= room:
                 return Plan(dp_shard=n, zero_stage=1, precision=half) if n > 1 else Plan(precision=half)

@@ -328,6 +328,10 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
         plain() | {"report": lambda *a: (r := plain()["report"](*a)) | {"total": r["total"] * GIB / 1e9}},
         {"report": "total: it looks as if you divided by 10^9, which gives GB"},
     ),
+    "no pixel shuffle": (
+        _build(positions=lambda s, i: (s + 3 * i, 4 * i)),
+        {"report": "you counted each tile's 1024 patches in the language model"},
+    ),
     "tiles of 1024 tokens": (
         _build(positions=lambda s, i: (s, 1024 * max(1, i // 1024))),
         {"report": "you counted a tile for each 1024 image tokens"},

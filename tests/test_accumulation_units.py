@@ -223,9 +223,9 @@ def test_a_frozen_batch_norm_does_what_the_trained_one_does_in_evaluation() -> N
 def test_the_text_is_right_about_the_memory_of_a_13b_model_on_eight_gpus() -> None:
     plan = Plan(dp_shard=8, zero_stage=3, micro_batch_size=16, activation_checkpointing=False)
     memory = estimate_rank_memory(plan, get_model("vlm-13b"))
-    sizes = memory.activations, memory.gathered, memory.reserved
+    sizes = memory.activations, memory.gathered, memory.allowance
     assert [round(size / 1e9, 1) for size in sizes] == [244.4, 2.2, 2.1]
-    named = memory.state + memory.activations + memory.gathered + memory.reserved
+    named = memory.state + memory.activations + memory.gathered + memory.allowance
     assert named == memory.device_total
 
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import lab05_1_answers
+import nbformat
 import numpy as np
 import pytest
 import torch
-from lab05_1_answers import ALSO_ON_THREE, OUT_OF_ORDER, RIGHT, WRONG
+from lab05_1_answers import (
+    ALSO_ON_THREE,
+    OUT_OF_ORDER,
+    RIGHT,
+    WRONG,
+    AllInItsClass,
+    CountsCalls,
+    HoldsAll,
+    NotQuiteEqual,
+    SendsMoments,
+    ZeroesGradients,
+)
 from lab_cells import hidden_seeds, read_cells, run_blank, stated_points
 
 from vlmcourse.grading import lab05_1, zero_kept
@@ -53,7 +66,7 @@ def test_a_right_optimizer_in_any_style_gets_all_points(answer: Any, reports: di
     assert (
         said
         == "; ".join(
-            f"{name} right in 5 of 5 cases" for name in ("weights", "equal on all ranks", "state", "bytes sent")
+            f"{name} right in 5 of 5 cases" for name in ("weights", "state", "equal on all ranks", "bytes sent")
         )
         + "\n"
     )
@@ -69,19 +82,25 @@ def test_a_wrong_optimizer_is_told_its_mistake(answer: Any, reports: dict[str, A
     assert points == most, said.out
 
 
+def test_plain_ddp_earns_less_than_half_and_than_zero1_with_a_slip() -> None:
+    slips = min(WRONG[answer][0] for answer in (CountsCalls, ZeroesGradients, SendsMoments, NotQuiteEqual))
+    assert WRONG[HoldsAll][0] == WRONG[AllInItsClass][0] < 5 < slips
+
+
 def test_what_is_not_looked_at_is_not_called_wrong(reports: dict[str, Any], capsys: Any) -> None:
     for name, counts in (
         (
             "Summed",
-            "weights right in 0 of 3 cases; equal on all ranks, state, bytes sent: not counted where the weights",
+            "weights right in 0 of 3 cases; state, equal on all ranks, bytes sent: not counted where the weights",
         ),
         (
             "CountsCalls",
-            "weights right in 2 of 3 cases; equal on all ranks right in 2 of 2 cases; state right in 2 of 2",
+            "weights right in 2 of 3 cases; state right in 2 of 2 cases; equal on all ranks right in 2 of 2",
         ),
         (
             "KeepsTheRow",
-            "weights right in 3 of 3 cases; equal on all ranks right in 3 of 3 cases; state right in 0 of 3",
+            "weights right in 3 of 3 cases; state right in 0 of 3 cases; equal on all ranks, bytes sent: not counted "
+            "where the state is",
         ),
     ):
         lab05_1.grade_optimizer(reports[name], 10, len(ON_TWO))
@@ -204,6 +223,11 @@ EXERCISE = "lab05_1"
 def test_the_notebook_asks_what_is_tested_here() -> None:
     assert stated_points(EXERCISE) == {"lab05_1_optimizer_test": 10}
     released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    shares = lab05_1.SHARE_OF_WEIGHTS, lab05_1.SHARE_OF_STATE, lab05_1.SHARE_OF_EQUALITY, lab05_1.SHARE_OF_TRAFFIC
+    chapter = Path(__file__).parents[1] / "chapters/ch05_zero_offload/ch05_zero_offload.ipynb"
+    [table] = [cell.source for cell in nbformat.read(chapter, 4).cells if cell.get("id") == "lab05_1_points"]
+    assert tuple(int(points) for points in re.findall(r"\| (\d+) \|$", table, re.M)) == shares
+    assert f"plain DDP earns {WRONG[HoldsAll][0]}." in table
     seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
     assert len(seeds) == 1 and seeds[0] not in released
     assert "HIDDEN" not in released and "loads.index" not in released

@@ -89,6 +89,17 @@ def test_every_move_shows_the_planners_numbers_or_says_why_it_cannot_be_run():
     assert min(seen.values()) > 20, seen
 
 
+def test_the_devices_line_goes_through_no_name():
+    for share, num_names in {0.1: 2, 0.18: 1, 0.5: 2, 0.72: 1, 0.9: 2}.items():
+        html = draw_bar({"weights": 4 * 10**9, "gradients": 6 * 10**9}, "a device", int(share * 10**10))
+        drawing = xml.dom.minidom.parseString(html).getElementsByTagName("svg")[0]
+        (line,) = drawing.getElementsByTagName("line")
+        names = [text for text in drawing.getElementsByTagName("text") if text.hasAttribute("pointer-events")]
+        assert len(names) == num_names, share
+        places = [float(name.getAttribute("x")) for name in names]
+        assert all(abs(place - float(line.getAttribute("x1"))) > 30 for place in places), share
+
+
 def test_the_function_prints_what_the_widget_shows():
     calculator = MemoryCalculator(model="internvl2-26b", ranks=16, zero_stage=2)
     printed = str(calculate(model="internvl2-26b", ranks=16, zero_stage=2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlmcourse.planner import (
-    RESERVED_BYTES,
+    ALLOWANCE_BYTES,
     Plan,
     Workload,
     count_params,
@@ -304,10 +304,10 @@ def test_gathered_units_are_those_that_apply_fsdp_makes(is_tied):
     assert gathered(plan, small_shape(is_tied)) == root * 8 + max(units) * 12
 
 
-def test_device_total_is_the_sum_of_its_owners_with_the_reserve():
+def test_device_total_is_the_sum_of_its_owners_with_the_allowance():
     memory = estimate_rank_memory(Plan(dp_shard=4, zero_stage=3, offload_optimizer=True), MODEL)
     assert memory.device_total == sum(memory.by_owner().values())
-    assert memory.reserved == RESERVED_BYTES == 2 * 2**30
+    assert memory.allowance == ALLOWANCE_BYTES == 2 * 2**30
     assert "weights 6.5" in str(memory) and "optimizer" not in str(memory)
 
 

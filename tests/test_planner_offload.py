@@ -11,7 +11,7 @@ import pytest
 
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.planner import Machine, Plan, Workload, decide_offload, estimate_rank_memory, machine_of
-from vlmcourse.planner.memory import RESERVED_BYTES, RankMemory
+from vlmcourse.planner.memory import ALLOWANCE_BYTES, RankMemory
 from vlmcourse.planner.offload import DOES_NOT_FIT, Decision
 from vlmcourse.planner.offload_cost import OffloadCost, estimate_offload_cost
 from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, estimate_offloaded_memory
@@ -322,7 +322,7 @@ def test_main_memory_or_disks_decide_where_devices_have_room():
 @pytest.mark.parametrize("owner", ["activations", "gathered"])
 def test_what_fits_at_no_level_says_which_owner_and_what_to_change(owner: str):
     workload = Workload(seq_len=32768) if owner == "activations" else Workload(seq_len=128)
-    small = machine(device_bytes=RESERVED_BYTES + GB)
+    small = machine(device_bytes=ALLOWANCE_BYTES + GB)
     decision = decide_offload(Plan(dp_shard=8, zero_stage=3), get_model("internvl2-76b"), small, workload)
     assert decision.answer == DOES_NOT_FIT and f"most of it {owner}" in decision.reason
     assert str(decision).startswith("offload on a node: does not fit")

@@ -1,7 +1,7 @@
 """What ranks do for `test_zero_tables.py`. Usage: zero_tables_worker.py FOLDER.
 
 Each rank measures state and traffic of the tiny model under every stage of ZeRO, on several ranks also of a model of
-odd sizes, and on two the engines side by side; it writes all that to FOLDER/rank<r>.pt.
+odd sizes, and on two the engines side by side and what ZeRO-3 keeps whole; it writes all that to FOLDER/rank<r>.pt.
 """
 
 from __future__ import annotations
@@ -35,19 +35,44 @@ STRATEGIES = {
 """What is run, by the number of ranks; through accelerate an engine is the same one, once it has been started."""
 
 
-def measure_odd_sizes(ranks: Ranks) -> dict[int, tuple[Any, Ledger, float]]:
-    """Return by stage a row, the ledger after the step and the bytes sent, of a model that the ranks do not divide."""
+def start_odd_sizes(stage: int, threshold: int = 0) -> tuple[Any, list[list[tuple[int, ...]]]]:
+    """Return an engine whose model the ranks do not divide, and the shapes of its parameters by group."""
     import deepspeed
 
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    matrices, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    shapes = [[tuple(p.shape) for p in group] for group in (matrices, biases)]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": biases}])
+    zero = {"stage": stage, "stage3_param_persistence_threshold": threshold}
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0], shapes
+
+
+def measure_kept_whole() -> list[tuple[int, int]]:
+    """Return the ledger's weights at the start, after backward and after the step, and the elements that are whole.
+
+    Biases are below ZeRO-3's threshold.
+    """
+    engine, _ = start_odd_sizes(3, threshold=5)
+
+    def look() -> tuple[int, int]:
+        whole = sum(p.data.numel() for p in engine.module.parameters())
+        return measure_ledger(engine, engine.optimizer).weights_bytes, whole
+
+    found = [look()]
+    engine.backward(engine(torch.ones(1, 7)).sum())
+    found.append(look())
+    engine.step()
+    found.append(look())
+    engine.destroy()
+    return found
+
+
+def measure_odd_sizes(ranks: Ranks) -> dict[int, tuple[Any, Ledger, float]]:
+    """Return by stage a row, the ledger after the step and the bytes sent, of a model that the ranks do not divide."""
     found = {}
     for stage in (1, 2, 3):
-        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-        matrices, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
-        shapes = [[tuple(p.shape) for p in group] for group in (matrices, biases)]
-        optimizer = torch.optim.AdamW([{"params": matrices}, {"params": biases}])
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        engine, shapes = start_odd_sizes(stage)
         for _ in range(3):  # with the second, ZeRO-3 still exchanges in which order it needs what
             with CollectiveCounter() as counter:
                 engine.backward(engine(torch.ones(1, 7)).sum())
@@ -70,7 +95,7 @@ def main(folder: Path) -> None:
         found["tables"] = states + more_states, traffic + more_traffic
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             found["engines"] = compare_engines(num_rounds=3, ranks=ranks)
-        found["shown"] = shown.getvalue()
+        found["shown"], found["kept whole"] = shown.getvalue(), measure_kept_whole()
     else:
         found["tables"] = measure_stages(names, ranks, with_peaks=False)
     if ranks.world_size > 1:

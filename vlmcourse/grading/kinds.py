@@ -114,7 +114,7 @@ def fill_fraction(plan: Plan, model: VLMShape, cluster: Cluster, *, state_only: 
         plan: how the ranks share the work.
         model: the model's shape.
         cluster: the machines.
-        state_only: leave out activations, gathered layers and the reserve.
+        state_only: leave out activations, gathered layers and the allowance.
     """
     memory = estimate_rank_memory(plan, model)
     needed = memory.state if state_only else memory.device_total

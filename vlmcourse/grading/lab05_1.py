@@ -28,8 +28,9 @@ METHODS = ("step", "zero_grad")
 WORKER = "vlmcourse.grading.zero_worker"
 MAX_SHOWN = 3
 """Mistakes that the feedback names."""
-SHARE_OF_WEIGHTS, SHARE_OF_EQUALITY, SHARE_OF_STATE, SHARE_OF_TRAFFIC = 5, 1, 3, 1
-"""How the points are shared out; all but the first count where the weights are right."""
+SHARE_OF_WEIGHTS, SHARE_OF_STATE, SHARE_OF_EQUALITY, SHARE_OF_TRAFFIC = 4, 4, 1, 1
+"""How the points are shared out. State counts where the weights are right, the last two where state is right too: so
+plain DDP, which splits nothing, stays under half."""
 
 
 def check_optimizer(
@@ -88,22 +89,21 @@ def grade_optimizer(reports: AnswerReports, points: float, num_cases: int) -> fl
             print(ABORTED if "SIGABRT" in reports.failure else f"The ranks did not come to an end: {reports.failure}")
         print(f"{num_cases - len(reports.cases)} more cases were not run")
     right = [case for case in reports.cases if has_right_weights(case)]
-    counts = {
-        "weights": (SHARE_OF_WEIGHTS, len(right)),
-        "equal on all ranks": (SHARE_OF_EQUALITY, sum(map(has_equal_weights, right))),
-        "state": (SHARE_OF_STATE, sum(map(keeps_its_share, right))),
-        "bytes sent": (SHARE_OF_TRAFFIC, sum(map(sends_enough, right))),
-    }
-    _show_counts({name: count for name, (_, count) in counts.items()}, num_cases)
-    total = sum(share for share, _ in counts.values())
-    return award(points, sum(share * count for share, count in counts.values()) / total, num_cases)
+    split = [case for case in right if keeps_its_share(case)]
+    num_equal, num_sent = sum(map(has_equal_weights, split)), sum(map(sends_enough, split))
+    _show_counts(num_cases, len(right), len(split), {"equal on all ranks": num_equal, "bytes sent": num_sent})
+    earned = SHARE_OF_WEIGHTS * len(right) + SHARE_OF_STATE * len(split)
+    earned += SHARE_OF_EQUALITY * num_equal + SHARE_OF_TRAFFIC * num_sent
+    total = SHARE_OF_WEIGHTS + SHARE_OF_STATE + SHARE_OF_EQUALITY + SHARE_OF_TRAFFIC
+    return award(points, earned / total, num_cases)
 
 
-def _show_counts(counts: Mapping[str, int], num_cases: int) -> None:
-    """Print in how many cases each property was right; all but the first are looked at where the first is."""
-    (first, num_first), *others = counts.items()
-    if num_first:
-        said = [f"{name} right in {count} of {num_first} cases" for name, count in others]
-    else:
-        said = [f"{', '.join(name for name, _ in others)}: not counted where the {first} are not right"]
-    print("; ".join([f"{first} right in {num_first} of {num_cases} cases", *said]))
+def _show_counts(num_cases: int, num_right: int, num_split: int, others: Mapping[str, int]) -> None:
+    """Print in how many cases each property was right, of those in which it was looked at."""
+    said = [f"weights right in {num_right} of {num_cases} cases"]
+    said += [f"state right in {num_split} of {num_right} cases"] if num_right else []
+    said += [f"{name} right in {count} of {num_split} cases" for name, count in others.items() if num_split]
+    if not num_split:
+        left_out = ", ".join((*(() if num_right else ("state",)), *others))
+        said.append(f"{left_out}: not counted where the {'state is' if num_right else 'weights are'} not right")
+    print("; ".join(said))

@@ -1,7 +1,7 @@
 """Cases of exercise 4.4: training states on ranks, activations of a tower, and whole models, with the right bytes.
 
 Enters: a seed. Leaves: cases, and what each of them must give, by the planner's functions. Left out, as the exercise
-leaves it out: what ZeRO-3 gathers for a while, logits, the projector, the class token of a tile, the reserve.
+leaves it out: what ZeRO-3 gathers for a while, logits, the projector, the class token of a tile, the allowance.
 """
 
 from __future__ import annotations

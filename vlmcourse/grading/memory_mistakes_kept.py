@@ -206,6 +206,11 @@ LANGUAGE_POSITIONS: list[Choice] = [
         "you gave the language model the text tokens alone: image tokens pass through all of its layers",
         lambda c: c.seq_len - c.image_tokens,
     ),
+    (
+        "you counted each tile's 1024 patches in the language model: the pixel shuffle makes 256 tokens of them, and "
+        "the sequence holds these already",
+        lambda c: c.seq_len + (PATCHES_PER_TILE / TOKENS_PER_TILE - 1) * c.image_tokens,
+    ),
     ("you left the language model's activations out", lambda c: 0),
 ]
 VISION_POSITIONS: list[Choice] = [

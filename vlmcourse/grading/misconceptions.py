@@ -137,7 +137,7 @@ SAME_KIND = "you chose the same kind of plan in every case: let the memory that 
 WRONG_ESTIMATES: tuple[WrongEstimate, ...] = (
     WrongEstimate(
         needed_bytes=_state_only,
-        sentence="you counted the training state only: activations, the layers that ZeRO-3 gathers and the reserve "
+        sentence="you counted the training state only: activations, the layers that ZeRO-3 gathers and the allowance "
         "need room too",
     ),
     WrongEstimate(needed_bytes=_one_moment, sentence=ONE_MOMENT),
@@ -167,7 +167,7 @@ WRONG_ESTIMATES: tuple[WrongEstimate, ...] = (
     WrongEstimate(
         needed_bytes=_gib_of_device,
         sentence="you asked for some 7 % more memory than check_plan does: a GiB is 1.074 GB, so keep both sides in "
-        "bytes, and add no reserve, for the estimate holds one",
+        "bytes, and add no allowance, for the estimate holds one",
     ),
     WrongEstimate(
         needed_bytes=_gib_of_need,

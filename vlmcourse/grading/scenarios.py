@@ -163,7 +163,7 @@ def vision_decides_on_ddp(model: VLMShape, cluster: Cluster) -> bool:
 
 
 def state_alone_would_fit(model: VLMShape, cluster: Cluster) -> bool:
-    """A remedy is needed, but only because of activations, gathered layers and the reserve."""
+    """A remedy is needed, but only because of activations, gathered layers and the allowance."""
     state = fill_fraction(zero_plan(cluster, 3), model, cluster, state_only=True)
     return state <= 0.97 and needs_remedy(model, cluster)
 

@@ -16,7 +16,7 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.monitor.ledger import Sample, StepLedger, measure_ledger
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.planner import RESERVED_BYTES, Decision, Machine, Plan, Workload, decide_offload
+from vlmcourse.planner import ALLOWANCE_BYTES, Decision, Machine, Plan, Workload, decide_offload
 from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.presets import get_model
 from vlmcourse.state_offload import OffloadConfig
@@ -113,7 +113,7 @@ def decide_for_budget(
     plan = budget_plan(num_ranks, micro_batch_size, recompute)
     machine = Machine(
         name="an accounted device",
-        device_bytes=budget_bytes + RESERVED_BYTES,
+        device_bytes=budget_bytes + ALLOWANCE_BYTES,
         devices_per_node=num_ranks,
         host_bytes=10**12,
         host_bytes_per_s=1e10,
@@ -126,7 +126,7 @@ def decide_for_budget(
 
 def needed_bytes(decision: Decision) -> dict[str, int]:
     """Return what each level needs of a budget: the planner's bytes on the device without its allowance."""
-    return {level.name: (level.device_bytes or 0) - RESERVED_BYTES for level in decision.levels}
+    return {level.name: (level.device_bytes or 0) - ALLOWANCE_BYTES for level in decision.levels}
 
 
 def run_within_budget(

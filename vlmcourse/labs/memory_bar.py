@@ -41,11 +41,11 @@ def draw_bar(
     held = {owner: size for owner, size in owners.items() if size}
     total = sum(held.values())
     scale = (WIDTH - 20) / (1.06 * max(total, limit_bytes))
+    line = 1 + scale * limit_bytes
     parts, left = [], 0.0
     for owner, size in held.items():
-        parts.append(_draw_part(owner, size, 1 + left, scale * size))
+        parts.append(_draw_part(owner, size, 1 + left, scale * size, line))
         left += scale * size
-    line = 1 + scale * limit_bytes
     side = "end" if line > WIDTH / 2 else "start"
     verdict = ("fits" if fits_node else "fits, but main memory does not") if total <= limit_bytes else "does not fit"
     head = f"{show_bytes(total)} of {show_bytes(limit_bytes)}: {verdict}"
@@ -77,13 +77,15 @@ def draw_problems(problems: tuple[str, ...]) -> str:
     return f'<div style="{PAPER}"><b>This cannot be run:</b><ul style="margin:4px 0">{items}</ul></div>'
 
 
-def _draw_part(owner: str, size: int, left: float, width: float) -> str:
+def _draw_part(owner: str, size: int, left: float, width: float, line: float) -> str:
+    """Draw one owner, with its name where that fits and the device's line does not go through it."""
     colour, hatch = RANK_OWNERS[owner]
     box = f'x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{BAR}"'
     drawn = f'<rect {box} fill="{colour}" stroke="#fff"><title>{owner} {show_bytes(size)}</title></rect>'
     if hatch:
         return drawn + f'<rect {box} fill="url(#hatch-{owner})" pointer-events="none"/>'  # letters would not be legible
-    if width < PIXELS_A_LETTER * len(owner):
+    letters = PIXELS_A_LETTER * len(owner)
+    if width < letters or abs(left + width / 2 - line) < letters / 2:
         return drawn
     ink = "#fff" if owner == "weights" else "#000"
     middle = f'x="{left + width / 2:.1f}" y="{TOP + BAR / 2 + 4}"'

@@ -83,7 +83,10 @@ def explain_traffic(units: Units, strategy: str, num_ranks: int, *, frees: bool 
         reason = "each parameter is filled up until the ranks divide it, in each of the three passes"
         found.append(TrafficDifference(3 * filling_sent, reason))
     if DEEPSPEED.get(strategy) == 3 and not frees:
-        reason = "weights are not gathered again for backward: fewer than stage3_max_live_parameters, they stayed whole"
+        reason = (
+            "weights are not gathered again for backward: they are used again within stage3_max_reuse_distance, and "
+            "fewer than stage3_max_live_parameters, so they stayed whole"
+        )
         found.append(TrafficDifference(-once - filling_sent, reason))
     if strategy in ("zero2", "fsdp"):
         root, all_units = ([units.root], [units.root, *units.others])

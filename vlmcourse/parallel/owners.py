@@ -37,9 +37,10 @@ def find_state(model: nn.Module, optimizer: Any = None) -> Iterator[Owned]:
             leaves its state out.
 
     Returns:
-        Owner and tensor. weights: what forward reads, shards where they are shards. gradients: whole ones, or this
-        rank's part once they are exchanged. optimizer: moments, step counters, and fp32 master copies. buffers: what an
-        engine keeps to communicate in.
+        Owner and tensor. weights: what forward reads, shards where they are shards; beside its shard the whole of a
+        parameter that ZeRO-3 does not let go (stage3_param_persistence_threshold), from its first use on. gradients:
+        whole ones, or this rank's part once they are exchanged. optimizer: moments, step counters, and fp32 master
+        copies. buffers: what an engine keeps to communicate in.
     """
     if is_engine(model):
         yield from _find_in_engine(model, has_optimizer=optimizer is not None)
@@ -62,13 +63,18 @@ def find_torch_optimizer(model: nn.Module, optimizer: Any) -> Any:
 
 
 def _find_in_engine(engine: Any, *, has_optimizer: bool) -> Iterator[Owned]:
-    """Yield what an engine keeps; parameters of stages 1 and 2 are views of flat weights, of stage 3 they are empty."""
+    """Yield what an engine keeps.
+
+    Parameters of stages 1 and 2 are views of flat weights; of stage 3 they are empty where they are not kept whole.
+    """
     parameters = list(engine.module.parameters())
     zero = engine.optimizer
     flat = getattr(zero, "bit16_groups_flat", ())
     """Weights of stages 1 and 2, in their own type in spite of the name, filled up until the ranks divide them."""
     yield from ((WEIGHTS, tensor) for tensor in flat)
     yield from ((WEIGHTS, getattr(parameter, "ds_tensor", parameter)) for parameter in parameters)
+    kept_whole = (p.data for p in parameters if getattr(p, "ds_persist", False))
+    yield from ((WEIGHTS, whole) for whole in kept_whole if whole.numel())
     yield from _gradients(parameters)
     yield from ((GRADIENTS, part) for part in _tensors(getattr(zero, "averaged_gradients", None)))
     yield from ((GRADIENTS, part) for part in _tensors(getattr(zero, "grad_partitions_flat_buffer", None)))

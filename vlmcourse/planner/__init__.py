@@ -8,7 +8,7 @@ machine. Chapters 1 and 5.
 from vlmcourse.planner.activations import Workload
 from vlmcourse.planner.hardware import DEVICES, DeviceSpec, get_device
 from vlmcourse.planner.memory import (
-    RESERVED_BYTES,
+    ALLOWANCE_BYTES,
     RankMemory,
     StateBytes,
     estimate_rank_memory,
@@ -30,11 +30,11 @@ from vlmcourse.planner.shapes import TowerParams, count_params
 from vlmcourse.planner.validate import Problem, Verdict, check_plan
 
 __all__ = [
+    "ALLOWANCE_BYTES",
     "DEVICES",
     "Decision",
     "OPTIMIZERS",
     "PRECISIONS",
-    "RESERVED_BYTES",
     "TRAINED",
     "DeviceSpec",
     "Link",

@@ -19,7 +19,7 @@ from vlmcourse.presets import VLMShape
 
 GB = 10**9
 
-RESERVED_BYTES = 2 * 2**30
+ALLOWANCE_BYTES = 2 * 2**30
 """Kept free on every device for what this arithmetic does not count: the CUDA context, NCCL's and cuBLAS's buffers,
 gradient buckets, fragmentation. The size is this course's allowance, not a measurement."""
 
@@ -56,7 +56,8 @@ class RankMemory:
     gathered: int
     """Whole weights and gradients that ZeRO-3 holds while a unit is at work, those of the root unit included."""
     activations: int
-    reserved: int = RESERVED_BYTES
+    allowance: int = ALLOWANCE_BYTES
+    """Kept free for what is not counted; `reserved` is another thing, what an allocator holds of a device."""
     host_weights: int = 0
     """Weights of this rank whose home is the node's main memory (or its files), not the device."""
     host_gradients: int = 0
@@ -72,7 +73,7 @@ class RankMemory:
     @property
     def device_total(self) -> int:
         """Everything that must fit in the device's memory."""
-        return self.state + self.gathered + self.activations + self.reserved
+        return self.state + self.gathered + self.activations + self.allowance
 
     @property
     def host_total(self) -> int:

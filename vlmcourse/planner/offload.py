@@ -250,7 +250,7 @@ def _why_nothing_fits(
             f"zero_stage=3 over dp_shard={split.dp_shard} the answer is "
             f"{decide_offload(split, model, machine, workload).answer!r}."
         )
-    owners = {owner: size for owner, size in last.memory.by_owner().items() if owner != "reserved"}
+    owners = {owner: size for owner, size in last.memory.by_owner().items() if owner != "allowance"}
     largest = max(owners, key=lambda owner: owners[owner])
     ways = {
         "activations": "lower micro_batch_size, recompute more of the activations or shorten the sequence",

@@ -441,6 +441,15 @@ def check_engine_table() -> str:
     return "; ".join(lines)
 
 
+def check_scaling() -> str:
+    """Scaling over 1 and 2 GPUs: NCCL's group is left and joined again for each run, and the losses add up."""
+    imports = "from vlmcourse.labs.scaling import measure_scaling"
+    asked = "[str(r), r.num_cores, [sum(o.shares.values()) - o.lost for o in r.losses]]"
+    found = run_pair(imports, f"[{asked} for r in measure_scaling(ranks=ranks).values()]")
+    assert all(cores is None and max(map(abs, gaps)) < 1e-9 for _, cores, gaps in found), found
+    return "; ".join(" ".join(text.split()) for text, *_ in found)
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -657,6 +666,7 @@ CHECKS = (
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
+    Check("scaling is measured on 1 and 2 GPUs, over NCCL", 2, check_scaling),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))

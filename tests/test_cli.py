@@ -326,6 +326,17 @@ def test_what_a_user_can_correct_on_the_rank_that_failed_first_ends_the_run_with
     assert cli.main([*arguments(tmp_path), "--nproc", "2"]) == code
 
 
+def test_an_interrupt_while_modules_are_imported_gets_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupt)
+    assert cli.main(["train", TINY]) == 130
+    assert capsys.readouterr().err == "\nvlmcourse train: interrupted\n"
+
+
 def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(args: object) -> int:
         raise BrokenPipeError("of a socket")

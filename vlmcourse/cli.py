@@ -75,9 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            return _run(words)
+        except KeyboardInterrupt:  # also while modules are imported, which takes a rank seconds
+            print(f"\nvlmcourse {''.join(words[:1])}: interrupted", file=sys.stderr)
+            return 130
         finally:
             if sys.stdout is not None:  # as it is where a shell has closed it: `vlmcourse ... >&-`
                 sys.stdout.flush()
@@ -114,9 +118,6 @@ def _run(argv: list[str]) -> int:
             raise
         print(f"vlmcourse {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"\nvlmcourse {args.command}: interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

@@ -511,7 +511,7 @@ def test_what_a_user_can_correct_is_told_without_a_traceback(tmp_path: Path) -> 
     (tmp_path / "chats.json").write_text("[{}]", encoding="utf-8")  # which only a rank reads
     llava = {"data__dataset": "llava", "data__path": str(tmp_path / "chats.json"), "data__image_dir": str(tmp_path)}
     done = vlmcourse(*arguments(tmp_path, **llava), "--nproc", "2")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"vlmcourse train: {tmp_path}/chats.json has 1 bad row" in done.stdout
     assert "Traceback" not in done.stdout
 

@@ -34,6 +34,7 @@ from torch.cuda import nccl
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
+from vlmcourse.monitor.diagnosis import diagnose
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.monitor.peak import find_peak
 from vlmcourse.monitor.step_clock import PHASES, tells_communication
@@ -138,6 +139,19 @@ def check_step_clock(strategy: str, nproc: int) -> str:
     wall_ms = 1e3 * fmean(later.start_s - earlier.start_s for earlier, later in pairwise(warm))
     mfu = f"mfu {row['performance/mfu']:.4f}" if peak else "the peak of this card is not known"
     return f"steps {event_ms:.1f} ms by events, {wall_ms:.1f} ms from start to start; {mfu}"
+
+
+def check_diagnosis() -> str:
+    """A diagnosis of a run on a GPU knows the device, counts the allocator's retries, and blames it for none."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"run__output_dir": folder, "train__log_every": 5, "logging__hardware_every_s": 0.2}
+        result = train("single", 1, **settings)
+        found = diagnose(Path(folder) / "tiny")
+    steps = result["steps"][0]
+    assert all(record.alloc_retries is not None for record in steps), steps[0]
+    shown = [finding.cause for finding in (*found.findings, *found.below)]
+    assert steps[-1].alloc_retries or "memory_thrash" not in shown, found
+    return str(found).partition(": ")[2]
 
 
 def check_bf16() -> str:
@@ -427,6 +441,15 @@ def check_engine_table() -> str:
     return "; ".join(lines)
 
 
+def check_scaling() -> str:
+    """Scaling over 1 and 2 GPUs: NCCL's group is left and joined again for each run, and the losses add up."""
+    imports = "from vlmcourse.labs.scaling import measure_scaling"
+    asked = "[str(r), r.num_cores, [sum(o.shares.values()) - o.lost for o in r.losses]]"
+    found = run_pair(imports, f"[{asked} for r in measure_scaling(ranks=ranks).values()]")
+    assert all(cores is None and max(map(abs, gaps)) < 1e-9 for _, cores, gaps in found), found
+    return "; ".join(" ".join(text.split()) for text, *_ in found)
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -580,6 +603,7 @@ CHECKS = (
     Check("NVML watches the GPU that torch uses where CUDA_VISIBLE_DEVICES renumbers", 2, partial(check_gpu_watch, 1)),
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("a step's phases are timed by events", 1, partial(check_step_clock, "single", 1)),
+    Check("a run on a GPU is diagnosed", 1, check_diagnosis),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
     Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
     Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),
@@ -642,6 +666,7 @@ CHECKS = (
     Check("state of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_states")),
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
+    Check("scaling is measured on 1 and 2 GPUs, over NCCL", 2, check_scaling),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))

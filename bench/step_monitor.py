@@ -48,6 +48,11 @@ class NoMonitor:
         """Run what is inside."""
         yield
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Run what is inside."""
+        yield
+
     def ignore(self, *_: Any) -> None:
         """Do nothing."""
 

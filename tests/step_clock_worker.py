@@ -67,7 +67,8 @@ def let_sleep(model: nn.Module, trainer: Trainer) -> None:
 
 
 def run_case(folder: Path, name: str, ranks: Ranks) -> dict[str, Any]:
-    trainer = build(config_of(folder, name), ranks)
+    config = config_of(folder, name)
+    trainer = build(dataclasses.replace(config, logging=dataclasses.replace(config.logging, memory_owners=True)), ranks)
     if ranks.rank == SLOW_RANK:
         let_sleep(trainer.model, trainer)
     result = trainer.fit()

@@ -21,6 +21,8 @@ from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, confi
 from vlmcourse.config import parse_config
 from vlmcourse.layout import DEEPSPEED, SHARDED
 from vlmcourse.monitor import peak, step_clock, step_log, waits
+from vlmcourse.monitor.ledger import measure_ledger
+from vlmcourse.monitor.live_run import LiveRun
 from vlmcourse.monitor.peak import Peak, find_peak
 from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
@@ -29,7 +31,7 @@ from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.precision_rules import PRECISIONS
 from vlmcourse.train import row_meter
 from vlmcourse.train.report import StepReport
-from vlmcourse.train.rows import TOWER_NAMES
+from vlmcourse.train.rows import OWNERS, TOWER_NAMES
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 PARTS = [f"{phase}_s" for phase in PHASES]
@@ -348,11 +350,43 @@ def test_losses_by_kind_and_norms_by_tower_are_those_of_one_process(
 
 
 @pytest.mark.slow
+def test_bytes_by_owner_are_what_the_fullest_rank_holds(folder: Path) -> None:
+    found = json.loads((folder / "found0.json").read_text())
+    last = {name: case["history"][-1] for name, case in found.items()}
+    whole = {owner: last["ddp"][f"memory/{owner}_gib"] for owner in ("weights", "gradients", "optimizer")}
+    assert whole["optimizer"] == pytest.approx(2 * whole["weights"], rel=0.01)
+    for name, owners in (("fsdp", whole), ("pp", ("weights", "optimizer")), ("zero1", ("optimizer",))):
+        for owner in owners:  # parts are rounded up: embeddings of a stage, rows of a shard, whole weights of ZeRO-1
+            assert 0.45 * whole[owner] < last[name][f"memory/{owner}_gib"] < 0.8 * whole[owner], (name, owner)
+    assert last["deepspeed-zero1"]["memory/weights_gib"] > 0.9 * whole["weights"]
+
+
+@pytest.mark.slow
 def test_the_rank_that_sleeps_is_named(folder: Path) -> None:
     rows = [row for case in json.loads((folder / "found0.json").read_text()).values() for row in case["history"]]
     named = [row["performance/slowest_rank"] for row in rows]
     assert named.count(SLOW_RANK) > len(rows) / 2  # a busy machine may let another one be slower now and then
     assert all(row["performance/rank_spread"] >= 1 for row in rows)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_bytes_by_owner_are_those_of_the_ledger_where_asked(tmp_path: Path, asked: bool) -> None:
+    table = {
+        "run": {"output_dir": str(tmp_path)},
+        "train": {"num_steps": 2, "micro_batch_size": 4, "log_every": 2, "eval_every": 0},
+        "logging": {"memory_owners": asked},
+    }
+    trainer = build(parse_config(table), ALONE)
+    found: list[dict[str, int]] = []
+    trainer.after_step.append(lambda trainer, _: found.append(vars(measure_ledger(trainer.model, trainer.optimizer))))
+    (row,) = trainer.fit().history
+    owners = {owner: row.get(f"memory/{owner}_gib") for owner in OWNERS}
+    expected = {owner: found[-1][f"{owner}_bytes"] / 2**30 if asked else None for owner in OWNERS}
+    assert owners == expected
+    assert found[-1]["optimizer_bytes"] > found[-1]["weights_bytes"] > 0
+    assert LiveRun(tmp_path / trainer.config.run.name).read().owners_bytes == {
+        owner: found[-1][f"{owner}_bytes"] for owner in (OWNERS if asked else ())
+    }
 
 
 @pytest.mark.parametrize("freeze", [[], ["vision"]])

@@ -22,6 +22,8 @@ from vlmcourse.values import did_you_mean
 COMMANDS = {
     "train": ("vlmcourse.commands.train", "train a model as a TOML file says, on one process or several ranks"),
     "doctor": ("vlmcourse.commands.doctor", "show what this machine has, and a fix for what is missing"),
+    "watch": ("vlmcourse.commands.watch", "show a run while it trains, rank by rank: who is slow, behind or silent"),
+    "diagnose": ("vlmcourse.commands.diagnose", "say why a run is slow, with evidence, and what to change"),
     "launch": ("vlmcourse.commands.launch", "write what starts a run on several machines: Slurm, Kubernetes, torchrun"),
     "export": ("vlmcourse.commands.export", "write a run's checkpoint as a Hugging Face folder"),
     "explain": ("vlmcourse.commands.explain", "explain a ds_config.json key by key, and what is wrong with it"),

@@ -32,6 +32,8 @@ class LoggingConfig:
 
     hardware_every_s: float = 1.0
     """Seconds between looks at each rank's GPU, or at its process; 0 looks at neither, and counts no energy."""
+    memory_owners: bool = False
+    """Whether a row has the bytes of weights, gradients and optimizer state that the fullest rank holds of each."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values, one sentence each."""

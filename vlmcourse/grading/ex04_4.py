@@ -261,8 +261,7 @@ def _is_right(owner: str, report: Mapping[str, float], right: Mapping[str, float
 
 def _read_report(answer: Mapping[str, Any]) -> dict[str, float]:
     """Return by owner the numbers that a report has."""
-    numbers = {owner: as_number(answer[owner]) for owner in REPORTED if owner in answer}
-    return {owner: number for owner, number in numbers.items() if number is not None}
+    return {o: number for o in REPORTED if o in answer and (number := as_number(answer[o])) is not None}
 
 
 def _explain_reports(answers: Sequence[tuple[ReportCase, list[dict[str, float]]]]) -> None:

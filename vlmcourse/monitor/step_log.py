@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -56,6 +57,12 @@ class StepRecord:
     """In tensors on the GPU at the end of the step."""
     reserved_bytes: int | None = None
     """Taken by PyTorch's allocator on the GPU at the end of the step."""
+    alloc_retries: int | None = None
+    """Times that PyTorch's allocator on the GPU found no room and freed its cache, since the process began."""
+    major_faults: int | None = None
+    """Pages of the process that had to be read from disk, since it began."""
+    data_cpu_s: float | None = None
+    """CPU seconds that the process spent while samples were made; workers in processes of their own are not counted."""
     cpu_percent: float | None = None
     """CPU time of all threads of the process over the step's length; 100 is one core."""
     gpu_util_percent: float | None = None
@@ -172,32 +179,55 @@ def _read_rank(path: Path) -> RankLog:
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     for number, line in enumerate(_whole_lines(path), start=1):
-        try:
-            row = json.loads(line)
-            if "event" in row:
-                events.append(_build(EventRecord, row))
-            else:
-                steps[int(row["step"])] = _build(StepRecord, row)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is no record of a step or an event ({error}): remove the line"
-            ) from error
+        record = parse_record(line, f"{path}, line {number}")
+        if isinstance(record, EventRecord):
+            events.append(record)
+        else:
+            steps[record.step] = record
     return RankLog(list(steps.values()), events)
+
+
+def parse_record(line: str, place: str) -> StepRecord | EventRecord:
+    """Return what a whole line says.
+
+    Args:
+        line: without its end.
+        place: where it stands, for the error message.
+
+    Raises:
+        ValueError: if it is no record.
+    """
+    try:
+        row = json.loads(line)
+        return _build(EventRecord if "event" in row else StepRecord, row)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{place}: {line[:80]!r} is no record of a step or an event ({error}): remove the line"
+        ) from error
 
 
 def _build(kind: Any, row: dict[str, Any]) -> Any:
     """Make a record of a line's known keys; a known key's value must be of the field's type."""
-    hints = typing.get_type_hints(kind)
-    known = {name: row[name] for name in hints if name in row}
+    allowed, required = _describe_fields(kind)
+    known = {name: row[name] for name in allowed if name in row}
     for name, value in known.items():
-        allowed = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else (hints[name],)
-        if not isinstance(value, (*allowed, *((int,) if float in allowed else ()))) or isinstance(value, bool):
+        if not isinstance(value, allowed[name]) or isinstance(value, bool):
             raise ValueError(f"{name} = {value!r}")
-    missing = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-    absent = [name for name in missing if name not in known]
+    absent = [name for name in required if name not in known]
     if absent:
         raise ValueError(f"without {', '.join(absent)}")
     return kind(**known)
+
+
+@functools.cache
+def _describe_fields(kind: Any) -> tuple[dict[str, tuple[type, ...]], tuple[str, ...]]:
+    """Return the types that a record's fields may have, by name, and the fields that it must have."""
+    allowed = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        types_of = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        allowed[name] = (*types_of, int) if float in types_of else types_of
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    return allowed, tuple(required)
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -6,7 +6,8 @@ This module imports no torch: `%load_ext vlmcourse` takes a blink, and the kerne
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,8 @@ class TorchrunMagics(Magics):
         """Run this cell on several ranks: processes that form a `torch.distributed` group.
 
         %%torchrun [-n RANKS] [--in NAME,...] [--out NAME,...] [--timeout SECONDS] [--ranks RANKS]
-                   [--save FILE.py] [--show] [--launcher fork|direct|elastic] [flags of elastic, see the end]
+                   [--dashboard RUN] [--save FILE.py] [--show]
+                   [--launcher fork|direct|elastic] [flags of elastic, see the end]
 
         It is the first line of the cell. For example:
           %%torchrun -n 2
@@ -76,6 +78,8 @@ class TorchrunMagics(Magics):
           --out loss          variables of rank 0 that the notebook receives when the cell has ended
           --timeout SECONDS   when to stop a cell that has not ended (300); a collective waits for half of it at most
           --ranks 0,2-3       show only what these ranks print; all of them run, and an error of any is raised
+          --dashboard RUN     show the run that the cell trains, from the folder that it writes to, such as runs/tiny:
+                              loss, tokens/s, each rank's steps and memory, twice a second; the ranks are not asked
           --save train.py     write the cell as a script that runs under plain torchrun, then run the cell
           --show              print that script, its torchrun command and a Slurm batch script, and run nothing
 
@@ -192,8 +196,9 @@ class TorchrunMagics(Magics):
         shell = self.shell
         assert shell is not None
         inputs = dump_variables("--in", values)
-        with open_job_folder() as folder:
+        with open_job_folder() as folder, self._dashboard("%%torchrun", options) as show_dashboard_again:
             show = OutputReader(folder, make_printer(shell, options), shell.display_pub)
+            show.show_pinned = show_dashboard_again
             for remark in filter(None, [told, self.sessions.describe_loss(options.nproc)]):
                 show.say(remark)
             is_ready = False
@@ -255,7 +260,10 @@ class TorchrunMagics(Magics):
             show = OutputReader(folder, make_printer(shell, options, ranks), shell.display_pub)
             folder.write_inputs(inputs)
             job = build_job(options, prepared, show.token, main_rank=min(ranks))
-            with add_hint(shell.user_ns, IN_SESSION, options.timeout_s, self.sessions.assigned_by):
+            with (
+                self._dashboard(magic, options) as show.show_pinned,
+                add_hint(shell.user_ns, IN_SESSION, options.timeout_s, self.sessions.assigned_by),
+            ):
                 try:
                     session.run(folder, job, ranks, show)
                 finally:
@@ -269,6 +277,19 @@ class TorchrunMagics(Magics):
             raise RanksInterrupted(self.sessions.describe_interrupt()) from None
         finally:
             shutil.rmtree(folder.path, ignore_errors=True)
+
+    def _dashboard(self, magic: str, options: CellOptions) -> AbstractContextManager[Callable[[], None] | None]:
+        """Show the run of `--dashboard` while a cell runs; gives what shows it again, or None without the flag."""
+        if not options.dashboard:
+            return nullcontext()
+        if not hasattr(self.shell, "kernel"):
+            raise CellOptionsError(
+                f"{magic} --dashboard {options.dashboard}: only a notebook can show it: leave it out, and run "
+                f"vlmcourse watch {options.dashboard} in another terminal"
+            )
+        from vlmcourse.notebook.dashboard import show_dashboard  # widgets take a moment to import
+
+        return show_dashboard(options.dashboard)
 
     def _what_ranks_have(self) -> str:
         return SESSION_LOST if self.sessions.lost is not None else START_EMPTY

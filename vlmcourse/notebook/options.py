@@ -20,7 +20,19 @@ DEFAULT_LAUNCHER = "fork"
 LAUNCHERS = ("fork", "direct", "elastic")
 """Ways to start ranks: forked from a process that has imported torch, as new processes, or by the real `torchrun`."""
 ELASTIC_FLAGS = ("--max-restarts", "--nnodes", "--rdzv-endpoint")
-FLAGS = ("-n", "--nproc", "--in", "--out", "--ranks", "--timeout", "--launcher", *ELASTIC_FLAGS, "--save", "--show")
+FLAGS = (
+    "-n",
+    "--nproc",
+    "--in",
+    "--out",
+    "--ranks",
+    "--timeout",
+    "--launcher",
+    *ELASTIC_FLAGS,
+    "--dashboard",
+    "--save",
+    "--show",
+)
 PREDEFINED = ("rank", "local_rank", "world_size", "device")
 """Variables that every rank has before the cell's first line."""
 
@@ -51,6 +63,8 @@ class CellOptions:
     """The fewest and the most machines that may take part."""
     rdzv_endpoint: str = ""
     """`HOST:PORT` where the machines meet; empty where nobody said."""
+    dashboard: str = ""
+    """The folder of the run that is shown while the cell runs; empty where none is."""
     save: str = ""
     """The file that the cell is written to as a script; empty where it is not."""
     show: bool = False
@@ -89,6 +103,7 @@ def parse_options(
     parser.add_argument("--max-restarts", type=_read_restarts)
     parser.add_argument("--nnodes", type=_read_nodes)
     parser.add_argument("--rdzv-endpoint", type=_read_endpoint)
+    parser.add_argument("--dashboard", type=_read_run_folder)
     parser.add_argument("--save", type=_read_script_name)
     parser.add_argument("--show", action="store_true")
     try:
@@ -119,6 +134,7 @@ def parse_options(
         max_restarts=known.max_restarts or 0,
         nnodes=known.nnodes or (1, 1),
         rdzv_endpoint=known.rdzv_endpoint or "",
+        dashboard=known.dashboard or "",
         save=known.save or "",
         show=known.show,
     )
@@ -236,6 +252,15 @@ def _read_endpoint(text: str) -> str:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be used: must be a host that all machines reach and a free port there: node1:29400"
+        )
+    return text
+
+
+def _read_run_folder(text: str) -> str:
+    if not text.strip() or text.endswith(".toml"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be used: must be the folder that the run writes to, run.output_dir/run.name, such as "
+            "runs/tiny; it need not be there yet"
         )
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from IPython.core.displaypub import DisplayPublisher
@@ -26,6 +26,8 @@ class OutputReader:
         self._printer = printer
         self._display_pub = display_pub
         start, _, end = MARK.format(token=self.token, number="|").partition("|")
+        self.show_pinned: Callable[[], None] | None = None
+        """Shows again what must outlast a clearing of the output."""
         self._has_notice = False
         self._said: list[str] = []
         """Lines that were shown before a notice, and must outlast it."""
@@ -42,7 +44,7 @@ class OutputReader:
         if self._has_notice:
             self._has_notice = False
             sys.stdout.flush()
-            self._display_pub.clear_output(wait=wait)
+            self._clear(wait=wait)
             if self._said:
                 print(*self._said, sep="\n", flush=True)
 
@@ -91,10 +93,15 @@ class OutputReader:
         self._printer.finish()
         self.end_notice(wait=False)
 
+    def _clear(self, **how: Any) -> None:
+        self._display_pub.clear_output(**how)
+        if self.show_pinned is not None:
+            self.show_pinned()
+
     def _show(self, rank: int, message: dict[str, Any]) -> None:
         if message.pop("clear", False):
             self._printer.make_room(rank)
-            self._display_pub.clear_output(**message)
+            self._clear(**message)
         elif set(message["data"]) <= {"text/plain"} and not message["transient"]:
             for line in message["data"].get("text/plain", "").splitlines():
                 self._printer.line(rank, line)

@@ -5,7 +5,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 (what is alive in a step, what recomputation saves), `memory` (bytes of state), `fragmentation` (holes between blocks),
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
-`offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted).
+`offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
+(speed-ups, and what becomes of the efficiency).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -34,6 +35,7 @@ from vlmcourse.plots.precision import (
     plot_step_formats,
 )
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
+from vlmcourse.plots.scaling import plot_losses_of_efficiency, plot_speedups
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.timeline import plot_timeline
@@ -57,6 +59,7 @@ __all__ = [
     "plot_ledgers",
     "plot_links",
     "plot_losses",
+    "plot_losses_of_efficiency",
     "plot_memory_and_time",
     "plot_memory_map",
     "plot_memory_over_ranks",
@@ -72,6 +75,7 @@ __all__ = [
     "plot_scale",
     "plot_schedules",
     "plot_segment_lengths",
+    "plot_speedups",
     "plot_state",
     "plot_states",
     "plot_step_formats",

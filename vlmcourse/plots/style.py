@@ -1,7 +1,6 @@
 """What all figures share: one colour a quantity, sizes that stay legible at a notebook's width, units.
 
-The colours are Okabe and Ito's palette, which colour-blind readers can tell apart; the optimizer is dotted too, since
-its colour and that of gradients are nearly the same grey.
+The optimizer is dotted too, since its colour and that of gradients are nearly the same grey.
 """
 
 from __future__ import annotations
@@ -14,18 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-COLOURS = {
-    "weights": "#0072B2",
-    "gradients": "#E69F00",
-    "optimizer": "#CC79A7",
-    "activations": "#009E73",
-    "communication": "#D55E00",
-    "idle": "#BBBBBB",
-    "loss": "#000000",
-    "exact_match": "#56B4E9",
-    "visual_tokens": "#F0E442",
-}
-"""One colour a quantity, the same in every figure."""
+from vlmcourse.colours import COLOURS
 
 HATCHES = {"optimizer": ".."}
 OWNERS = ("weights", "gradients", "optimizer")

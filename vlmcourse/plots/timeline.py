@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.plots.style import COLOURS, HATCHES, new_figure
-from vlmcourse.spans import BACKWARD, COMMUNICATION, COMPUTE, DATA, FORWARD, LANES, OPTIMIZER, Span
+from vlmcourse.spans import BACKWARD, COMMUNICATION, COMPUTE, DATA, DATA_WAIT, FORWARD, LANES, OPTIMIZER, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,15 @@ class Bar:
 
 
 PASSES = {
-    FORWARD: BarStyle(colour="#BBA6E6"),
-    BACKWARD: BarStyle(colour="#5A3D8A", ink="white"),
+    FORWARD: BarStyle(colour=PHASE_COLOURS[FORWARD]),
+    BACKWARD: BarStyle(colour=PHASE_COLOURS[BACKWARD], ink="white"),
 }
-"""Passes through the model. They are no quantity, so none of `COLOURS` stands for one."""
+"""Passes through the model."""
 STYLES = {
     **PASSES,
-    COMPUTE: BarStyle(colour="#E4DCEF", hatch="//"),
+    COMPUTE: BarStyle(colour=PHASE_COLOURS["other"], hatch="//"),
     COMMUNICATION: BarStyle(colour=COLOURS["communication"]),
-    DATA: BarStyle(colour="#1F2D3D", ink="white"),
+    DATA: BarStyle(colour=PHASE_COLOURS[DATA_WAIT], ink="white"),
     OPTIMIZER: BarStyle(colour=COLOURS["optimizer"], hatch=HATCHES["optimizer"]),
 }
 """Of a span, by its name or else its lane."""

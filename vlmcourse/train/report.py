@@ -1,9 +1,9 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
-Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware
-and versions), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`;
-every rank has a file of its own in `steps/` (see `run_monitor.py`) and in `energy/`. A new run never overwrites an
-earlier one of the same name: that is moved aside.
+Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware,
+versions, a mark of rank 0's process), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`),
+`result.json` and `checkpoints/`; every rank has a file of its own in `steps/` (see `run_monitor.py`) and in `energy/`.
+A new run never overwrites an earlier one of the same name: that is moved aside.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vlmcourse.monitor.gpu import watch_hardware
 from vlmcourse.monitor.hardware import describe_hardware
 from vlmcourse.monitor.loggers import RunInfo, RunLoggers, build_loggers, read_rows
 from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
+from vlmcourse.monitor.run_process import describe_process
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.evaluate import ExactMatch
@@ -198,7 +199,7 @@ class RunReport:
         self.folder.mkdir(parents=True, exist_ok=True)
         whole_config, hardware = dataclasses.asdict(config), describe_hardware(self._ranks)
         _write_json(self.folder / "config.json", whole_config)
-        _write_json(self.folder / "run.json", {"hardware": hardware})
+        _write_json(self.folder / "run.json", {"hardware": hardware, "process": describe_process()})
         self.history = read_rows(self.folder, start_step)
         info = RunInfo(
             name=config.run.name,

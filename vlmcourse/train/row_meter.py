@@ -24,6 +24,7 @@ from torch import nn
 from vlmcourse.config import TOWERS, TrainConfig
 from vlmcourse.data.samples import Batch
 from vlmcourse.layout import Layout
+from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.metrics import measure_peak_bytes
 from vlmcourse.monitor.peak import Peak, find_peak
 from vlmcourse.monitor.step_clock import StepTimes
@@ -33,7 +34,7 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.presets import VLMShape
 from vlmcourse.train.loss import LossRows
-from vlmcourse.train.rows import PARTS, TOWER_NAMES
+from vlmcourse.train.rows import OWNERS, PARTS, TOWER_NAMES
 
 GIB = 2**30
 ABSENT = math.nan
@@ -73,11 +74,12 @@ class RowMeter:
         self._window = Window()
         self._tower_squares: Numbers = {}
         self._kinds: Numbers = {}
+        self._owners: Numbers = {}
 
     def begin(self, *, is_due: bool) -> None:
         """Begin a step; `is_due` if a row will be about it, so that its losses are kept by sample."""
         self.loss_rows.is_open, self.loss_rows.found = is_due, []
-        self._tower_squares, self._kinds = {}, {}
+        self._tower_squares, self._kinds, self._owners = {}, {}, {}
 
     def see_gradients(self, model: nn.Module, optimizer: Any) -> None:
         """Look at the gradients of a step that is due, after their exchange and before clipping."""
@@ -86,7 +88,10 @@ class RowMeter:
             self._tower_squares |= {f"gradient of {tower}": value for tower, value in squares.items()}
 
     def see_update(self, model: nn.Module, optimizer: Any) -> None:
-        """Look at what the update of a step that is due has changed."""
+        """Look at what the update of a step that is due has changed, and at who holds the memory where asked to."""
+        if self.loss_rows.is_open and self.config.logging.memory_owners:
+            ledger = measure_ledger(model, optimizer)
+            self._owners = {owner: float(getattr(ledger, f"{owner}_bytes")) for owner in OWNERS}
         if self.loss_rows.is_open and not hides_tensors(model):
             updates, weights = sum_update_squares(model, optimizer, self.ranks.world_size)
             self._tower_squares |= {f"update of {tower}": value for tower, value in updates.items()}
@@ -133,7 +138,7 @@ class RowMeter:
             **_spread(everyone),
             **_losses(total),
             **_norms(total, [tower for tower in TOWERS if tower not in self.config.model.freeze]),
-            **{f"memory/{name}_gib": max(of_rank[name] for of_rank in everyone) / GIB for name in _memory_names()},
+            **{f"memory/{name}_gib": max(of_rank[name] for of_rank in everyone) / GIB for name in self._memory_names()},
         }
 
     def _own_numbers(self) -> Numbers:
@@ -151,13 +156,16 @@ class RowMeter:
         return numbers | self._memory()
 
     def _memory(self) -> Numbers:
-        found = dict.fromkeys(_memory_names(), ABSENT)
+        found = dict.fromkeys(self._memory_names(), ABSENT)
         if self.ranks.device.type == "cuda":
             found["peak_allocated"] = float(torch.cuda.max_memory_allocated(self.ranks.device))
             found["peak_reserved"] = float(torch.cuda.max_memory_reserved(self.ranks.device))
         else:
             found["peak_rss"] = float(max(measure_peak_bytes(self.ranks.device)[0], psutil.Process().memory_info().rss))
-        return found
+        return found | self._owners
+
+    def _memory_names(self) -> tuple[str, ...]:
+        return "peak_allocated", "peak_reserved", "peak_rss", *(OWNERS if self.config.logging.memory_owners else ())
 
     def _throughput(self, total: Numbers, world_size: int) -> dict[str, float | None]:
         """Return what is a rate over all ranks; samples that ranks share count once."""
@@ -218,10 +226,6 @@ def sum_by_kind(batches: Sequence[Batch], rows: LossRows) -> Numbers:
         found[f"loss {kind}"] += loss
         found[f"weight {kind}"] += weight
     return found
-
-
-def _memory_names() -> tuple[str, ...]:
-    return "peak_allocated", "peak_reserved", "peak_rss"
 
 
 def _parts(total: Numbers) -> dict[str, float | None]:

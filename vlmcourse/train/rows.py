@@ -25,6 +25,8 @@ RATE_NAMES = {"vision": "vision", "projector": "projector", "language": "llm"}
 """The package's towers -> what they are called in names of learning rates."""
 PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
 """Of a step, in names of performance."""
+OWNERS = ("weights", "gradients", "optimizer", "buffers")
+"""Of the bytes of a rank's training state, in names of memory: those of `monitor.ledger.Ledger`."""
 COLUMNS = (
     *("step", "time/seconds", "loss/total", "loss/vision", "loss/language", "eval/exact_match", "gradients/norm"),
     *(f"gradients/{TOWER_NAMES[tower]}_norm" for tower in TOWERS),
@@ -36,6 +38,7 @@ COLUMNS = (
     *(f"performance/{part}_seconds" for part in PARTS),
     *("performance/slowest_rank", "performance/rank_spread", "performance/gpu_util", "performance/memory_used_gb"),
     *("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_rss_gib"),
+    *(f"memory/{owner}_gib" for owner in OWNERS),
 )
 """Every name that a row may have, in the order of a table."""
 

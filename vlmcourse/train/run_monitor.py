@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ class RunMonitor:
         self._process = psutil.Process()
         self._untimed: deque[dict[str, Any]] = deque()
         self._began = (0.0, 0.0, 0.0)
+        self._loading_cpu_s = 0.0
 
     def open(self, run_folder: Path, start_step: int) -> None:
         """Begin the step log of a run, or go on with it after step `start_step`; a rank that cannot says so once."""
@@ -87,6 +89,14 @@ class RunMonitor:
         with self.clock.step(), watch_waits(self.clock):
             yield
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count what runs inside to phase data_wait, and note its CPU seconds."""
+        began_s = time.process_time()
+        with self.clock.phase("data_wait"):
+            yield
+        self._loading_cpu_s = time.process_time() - began_s
+
     def step_done(self, step: int, batches: Sequence[Batch]) -> None:
         """Note what the step just timed was.
 
@@ -98,6 +108,7 @@ class RunMonitor:
         wall_s = time.perf_counter() - steady_s
         self.meter.add_step(batches, wall_s)
         record: dict[str, Any] = {"step": step, "start_s": start_s, "world_size": self.ranks.world_size}
+        record["data_cpu_s"] = self._loading_cpu_s
         record["cpu_percent"] = 100 * (time.process_time() - cpu_s) / wall_s if wall_s > 0 else None
         self._untimed.append(record | count_work(batches) | self._memory())
         self._write_known()
@@ -126,10 +137,12 @@ class RunMonitor:
 
     def _memory(self) -> dict[str, int]:
         """Return what this process holds now; the GPU's numbers are PyTorch's own counts, which it is not asked for."""
-        found = {"rss_bytes": self._process.memory_info().rss}
+        major_faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        found = {"rss_bytes": self._process.memory_info().rss, "major_faults": major_faults}
         if self.ranks.device.type == "cuda":
             found["allocated_bytes"] = torch.cuda.memory_allocated(self.ranks.device)
             found["reserved_bytes"] = torch.cuda.memory_reserved(self.ranks.device)
+            found["alloc_retries"] = int(torch.cuda.memory_stats(self.ranks.device).get("num_alloc_retries", 0))
         return found
 
 

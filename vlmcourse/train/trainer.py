@@ -219,7 +219,7 @@ class Trainer:
         started_s, config, clock = time.perf_counter(), self.config.train, self.monitor.clock
         seed_step(self.config.run.seed, self.step, self.place.dp_rank)
         self.model.train()
-        with clock.phase("data_wait"):
+        with self.monitor.loading():
             batches = self.load_step(self.step)
         with clock.phase("optimizer"):
             self.optimizer.zero_grad(set_to_none=True)

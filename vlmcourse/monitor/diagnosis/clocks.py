@@ -1,0 +1,96 @@
+"""Causes that only a GPU's own counters show: a clock that is held down, and data between host and device.
+
+Enters: `RunFacts` with rows that have `hardware/…` of rank 0's GPU. Leaves: candidates for findings. Chapter 6.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from vlmcourse.monitor.diagnosis import thresholds as limit
+from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
+from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+
+THROTTLED = "hardware/gpu_is_throttled"
+WATCHED_RANK = 0
+"""The rank whose hardware the rows describe."""
+
+
+def find_throttling(facts: RunFacts) -> Finding | None:
+    """Compare the speed of steps in which the GPU was throttled with the others, or with the fastest one."""
+    throttled, free = _split_steps(facts)
+    if not throttled:
+        return None
+    reference_s = median(free) if free else min(throttled)
+    lost_s = sum(max(0.0, seconds - reference_s) for seconds in throttled)
+    share = lost_s / facts.wall_s
+    rows = [row for row in facts.rows if row.get(THROTTLED, 0.0) >= limit.THROTTLED_FRACTION]
+    reasons = sorted({reason for row in rows for reason in str(row.get("hardware/throttle_reasons", "")).split(", ")})
+    is_thermal = any("thermal" in reason for reason in reasons)
+    celsius = [float(row["hardware/gpu_celsius"]) for row in rows if "hardware/gpu_celsius" in row]
+    why = ", ".join(reason for reason in reasons if reason) or "reason not told"
+    compared = f"{1e3 * reference_s:.1f} ms in the others" if free else f"{1e3 * reference_s:.1f} ms in the fastest"
+    evidence = [
+        f"The GPU of rank {WATCHED_RANK} was throttled in {len(throttled)} of {len(facts.steps)} steps "
+        f"({why}): {1e3 * median(throttled):.1f} ms of computing a step, {compared}; {share:.0%} of the time is lost."
+    ]
+    if celsius:
+        evidence.append(f"It had {max(celsius):.0f} °C then.")
+    fixes = [
+        build_fix(
+            "cool it: fans, the air in front of the machine, a free slot beside the card"
+            if is_thermal
+            else "raise the power limit, if the machine allows it",
+            facts.tokens_per_s,
+            share,
+        )
+    ]
+    return build_finding(
+        "throttling", share, evidence, fixes, detail="thermal" if is_thermal else "power", rank=WATCHED_RANK
+    )
+
+
+def _split_steps(facts: RunFacts) -> tuple[list[float], list[float]]:
+    """Return seconds of computing in throttled steps, and in the others; a row is about the steps up to its own."""
+    rows = sorted((row["step"], row[THROTTLED]) for row in facts.rows if THROTTLED in row)
+    throttled: list[float] = []
+    free: list[float] = []
+    for step, ranks in facts.steps.items():
+        later = [value for row_step, value in rows if row_step >= step]
+        if later and WATCHED_RANK in ranks:
+            (throttled if later[0] >= limit.THROTTLED_FRACTION else free).append(compute_s(ranks[WATCHED_RANK]))
+    return throttled, free
+
+
+def find_copies(facts: RunFacts) -> Finding | None:
+    """Look at PCIe traffic of rank 0's GPU: the time that it takes is the most that copies can explain."""
+    first, last = min(facts.steps), max(facts.steps)
+    rows = [row for row in facts.rows if first <= row.get("step", -1) <= last + 1]
+    directions = ("hardware/pcie_rx_bytes_per_s", "hardware/pcie_tx_bytes_per_s")
+    rates = [max(row[name] for name in directions if name in row) for row in rows if any(n in row for n in directions)]
+    if not rates:
+        return None
+    rate = sum(rates) / len(rates)
+    share = min(1.0, rate / limit.PCIE_BYTES_PER_S)
+    evidence = [
+        f"{rate / 1e9:.1f} GB/s cross PCIe on rank {WATCHED_RANK}, {share:.0%} of what a link of "
+        f"{limit.PCIE_BYTES_PER_S / 1e9:.0f} GB/s moves: at most so much of the time, less where copies "
+        "run beside computing."
+    ]
+    fixes = []
+    config = facts.config
+    if config is not None and (config.offload.optimizer != "none" or config.offload.parameters != "none"):
+        evidence.append(
+            f"offload.optimizer = {config.offload.optimizer!r}, offload.parameters = "
+            f"{config.offload.parameters!r}: state crosses in every step."
+        )
+        fixes.append(build_fix("no offload: shard over more ranks instead (zero2, fsdp)", facts.tokens_per_s, share))
+        fixes.append(
+            build_fix("twice the train.accumulation_steps: state crosses half as often", facts.tokens_per_s, share / 2)
+        )
+    if config is not None and config.activations.offload:
+        evidence.append("activations.offload = true: activations cross twice a micro-batch.")
+        fixes.append(build_fix("activations 'full' instead of activations.offload", facts.tokens_per_s, share / 2))
+    if not fixes:
+        fixes.append(build_fix("pinned memory and copies that do not wait, a step ahead", facts.tokens_per_s, share))
+    return build_finding("copies", share, evidence, fixes)

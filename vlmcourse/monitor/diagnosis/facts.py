@@ -1,0 +1,218 @@
+"""A run's files as the numbers that a diagnosis is made of.
+
+Enters: the folder of a finished or live run. Leaves: `RunFacts`: the steps that all ranks have, without warm-up; for
+each the time up to the next step (its *cycle*), so that work between steps counts; settings, hardware, rows. Chapter 6.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from vlmcourse.config import TrainConfig, parse_config
+from vlmcourse.layout import find_layout
+from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, PAUSE_FACTOR, WARMUP_STEPS
+from vlmcourse.monitor.step_log import EventRecord, StepRecord, common_steps, read_step_log
+from vlmcourse.planner.flops import TOWERS, StepFlops, Work, count_step_flops
+from vlmcourse.presets import VLMShape, get_model
+
+COMPUTE = ("forward_s", "backward_s", "optimizer_s", "other_s")
+"""Parts of a step that are a rank's own computing."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run."""
+
+    folder: Path
+    config: TrainConfig | None
+    shape: VLMShape | None
+    hardware: Mapping[str, Any]
+    rows: list[dict[str, Any]]
+    steps: dict[int, dict[int, StepRecord]]
+    """By step, then by rank."""
+    cycles_s: dict[int, dict[int, float]]
+    """Of the same steps: seconds up to the rank's next step."""
+    events: dict[int, list[EventRecord]]
+    """By rank, those of the same steps."""
+    notes: list[str]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, in order."""
+        return list(next(iter(self.steps.values())))
+
+    @cached_property
+    def wall_s(self) -> float:
+        """Time of all cycles together."""
+        return sum(mean(of_rank.values()) for of_rank in self.cycles_s.values())
+
+    @cached_property
+    def cycle_s(self) -> float:
+        """The median cycle."""
+        return median(mean(of_rank.values()) for of_rank in self.cycles_s.values())
+
+    @property
+    def device(self) -> str:
+        """Kind of device: cpu or cuda."""
+        return str(self.hardware.get("device", "cpu"))
+
+    @cached_property
+    def tells_communication(self) -> bool:
+        """Whether every rank's waits for others can be told from its work."""
+        return all(r.communication_s is not None for ranks in self.steps.values() for r in ranks.values())
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Text and image tokens over all the time, samples that ranks share counted once."""
+        tokens = sum((r.text_tokens or 0) + (r.image_tokens or 0) for _, r in self.records())
+        return tokens / self.num_sharing / self.wall_s
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that are given the same samples."""
+        if self.config is None or self.config.parallel.strategy == "auto":
+            return 1
+        parallel = self.config.parallel
+        return find_layout(parallel, len(self.ranks)).world_size // find_layout(parallel, len(self.ranks)).dp_degree
+
+    def records(self, rank: int | None = None) -> list[tuple[int, StepRecord]]:
+        """Return all records as (rank, record), or those of one rank."""
+        return [(r, rec) for ranks in self.steps.values() for r, rec in ranks.items() if rank is None or r == rank]
+
+    def sums(self, value: Callable[[StepRecord], float | None]) -> dict[int, float]:
+        """Return a value of the steps, added up by rank; absent values are 0."""
+        return {rank: sum(value(record) or 0.0 for _, record in self.records(rank)) for rank in self.ranks}
+
+    def event_seconds(self, kind: str) -> dict[int, float]:
+        """Return seconds of one kind of event, by rank."""
+        return {r: sum(e.seconds for e in self.events[r] if e.event == kind) for r in self.ranks}
+
+    def gap_seconds(self) -> dict[int, float]:
+        """Return the time between steps that no event explains, by rank."""
+        cycles = {rank: sum(of_rank[rank] for of_rank in self.cycles_s.values()) for rank in self.ranks}
+        steps = self.sums(lambda record: record.step_s)
+        events = {rank: sum(event.seconds for event in self.events[rank]) for rank in self.ranks}
+        return {rank: max(0.0, cycles[rank] - steps[rank] - events[rank]) for rank in self.ranks}
+
+    def count_flops(self, record: StepRecord) -> StepFlops | None:
+        """Count what a rank executed in a step, padding included; None where model or work is not known."""
+        if self.shape is None or self.config is None or not record.samples:
+            return None
+        positions = (record.text_tokens or 0) + (record.image_tokens or 0) + (record.padding_tokens or 0)
+        work = Work(record.tiles or 0, positions, positions**2 / record.samples)
+        trained = [tower for tower in TOWERS if tower not in self.config.model.freeze]
+        activations = self.config.activations
+        recompute = {"vision": activations.vision, "language": activations.language}
+        return count_step_flops(self.shape, work, trained, recompute)
+
+
+def compute_s(record: StepRecord) -> float:
+    """Return the seconds in which a rank computed in a step."""
+    return sum(getattr(record, part) or 0.0 for part in COMPUTE)
+
+
+def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
+    """Read the files of a run.
+
+    Args:
+        folder: `output_dir/name`.
+        last_steps: how many steps to keep, the last ones; all if left out.
+
+    Raises:
+        FileNotFoundError: if it is no run's folder.
+        ValueError: if there are too few steps, or a file holds something else than it should.
+    """
+    if last_steps is not None and last_steps < MIN_STEPS:
+        raise ValueError(f"last_steps = {last_steps}: must be {MIN_STEPS} or greater, or left out")
+    folder, notes = Path(folder), list[str]()
+    logs = read_step_log(folder)
+    written = common_steps(logs)
+    steps = _latest(written)
+    cycles_s = _find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
+    if len(cycles_s) < MIN_STEPS:
+        raise ValueError(
+            f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
+            f"{MIN_STEPS} to look at and one that ends them; wait, or make a run with train.num_steps = 20"
+        )
+    cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
+    kept = {step: steps[step] for step in cycles_s}
+    ranks = next(iter(kept.values()))
+    config, shape = _read_config(folder, notes)
+    return RunFacts(
+        folder=folder,
+        config=config,
+        shape=shape,
+        hardware=_read_json(folder / "run.json").get("hardware", {}),
+        rows=_read_rows(folder / "log.jsonl"),
+        steps=kept,
+        cycles_s=cycles_s,
+        events={rank: [event for event in logs[rank].events if event.step in kept] for rank in ranks},
+        notes=notes,
+    )
+
+
+def _latest(steps: dict[int, dict[int, StepRecord]]) -> dict[int, dict[int, StepRecord]]:
+    """Return the last steps that were made by the same ranks, without warm-up."""
+    kept: dict[int, dict[int, StepRecord]] = {}
+    for step, ranks in steps.items():
+        if kept and ranks.keys() != next(reversed(kept.values())).keys():
+            kept = {}
+        kept[step] = ranks
+    return dict(list(kept.items())[WARMUP_STEPS:])
+
+
+def _find_cycles(
+    steps: dict[int, dict[int, StepRecord]], events: dict[int, list[EventRecord]], notes: list[str]
+) -> dict[int, dict[int, float]]:
+    """Return the time from each step to the next; a pause of the run is left out, and noted."""
+    cycles = {
+        step: {rank: steps[step + 1][rank].start_s - record.start_s for rank, record in ranks.items()}
+        for step, ranks in steps.items()
+        if step + 1 in steps
+    }
+    if not cycles:
+        return cycles
+    usual_s = median(seconds for of_rank in cycles.values() for seconds in of_rank.values())
+    for step, of_rank in list(cycles.items()):
+        rank = min(of_rank)
+        explained_s = steps[step][rank].step_s + sum(e.seconds for e in events[rank] if e.step == step)
+        gap_s = of_rank[rank] - explained_s
+        if gap_s > PAUSE_FACTOR * usual_s:
+            del cycles[step]
+            notes.append(f"{gap_s:.1f} s after step {step} are left out: the run was resumed, or the machine slept")
+    return cycles
+
+
+def _read_config(folder: Path, notes: list[str]) -> tuple[TrainConfig | None, VLMShape | None]:
+    table = _read_json(folder / "config.json")
+    try:
+        config = parse_config(table) if table else None
+    except ValueError as error:
+        notes.append(f"config.json cannot be used, so nothing is said of settings: {error}")
+        return None, None
+    if config is None:
+        notes.append("there is no config.json, so nothing is said of settings")
+    is_preset = config is not None and not config.model.hf_folder
+    return config, get_model(config.model.preset) if is_preset and config is not None else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return what a file holds; nothing where there is none, or one that is being written."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a log that are whole."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]

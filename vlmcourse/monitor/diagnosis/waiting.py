@@ -1,0 +1,239 @@
+"""Causes of which ranks waiting for each other are the symptom: a slow rank, unequal work, the network, a pipeline.
+
+Enters: `RunFacts`. Leaves: candidates for findings, whatever their share. A rank that waits in a collective may wait
+for the network or for a rank that is late. So the rank that waits *least* in a step tells what the network takes, and
+the rank with the longest work of its own why the others wait; only then is anything blamed on communication. Chapter 6.
+"""
+
+from __future__ import annotations
+
+from statistics import mean, median, quantiles
+
+from vlmcourse.layout import find_layout
+from vlmcourse.monitor.diagnosis import thresholds as limit
+from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
+from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+from vlmcourse.planner.schedules import ideal_bubble_fraction
+
+
+def pipeline_degree(facts: RunFacts) -> int:
+    """Return the stages of the run's pipeline; 1 where there is none or nothing is known."""
+    return 1 if facts.config is None else facts.config.parallel.pp
+
+
+def find_slow_rank(facts: RunFacts) -> Finding | None:
+    """Look for a rank that takes longer than the others for the same work.
+
+    Its fast steps (lower quartile) are held against what is usual for the others (median), in seconds by FLOPs, and of
+    both halves of the run the one counts in which the difference is smaller: what disturbs now one rank and now another
+    does not count, and neither does more work. A slow rank is slow in its best steps too, and all the time.
+    """
+    if len(facts.ranks) == 1 or pipeline_degree(facts) > 1:
+        return None
+    work = _work_by_step(facts)
+    pace = {rank: [compute_s(r) / work[r.step][rank] for _, r in facts.records(rank)] for rank in facts.ranks}
+    slowest = max(pace, key=lambda rank: median(pace[rank]))
+    usual_work = median(work[step][slowest] for step in work)
+    half = len(work) // 2
+    halves = [_compare_pace({r: values[part] for r, values in pace.items()}, slowest) for part in _halves(half)]
+    slow_s, others_s = (usual_work * value for value in min(halves, key=lambda pair: pair[0] - pair[1]))
+    share = max(0.0, slow_s - others_s) / facts.cycle_s
+    evidence = [
+        f"Even in its fast steps (lower quartile) rank {slowest} computes for {1e3 * slow_s:.1f} ms, the others "
+        f"usually (median) for {1e3 * others_s:.1f} ms at the same work: they wait for the rest, {share:.0%} of the "
+        "time.",
+        *_describe_waits(facts, slowest),
+    ]
+    if _knows_work(facts):
+        total = {rank: sum(of_rank[rank] for of_rank in work.values()) for rank in facts.ranks}
+        ratio = total[slowest] / median(value for rank, value in total.items() if rank != slowest)
+        evidence.append(
+            f"Its work is {ratio:.2f} x that of the others (FLOPs of tiles and positions), already allowed for."
+        )
+    else:
+        evidence.append("FLOPs are not known here, so all ranks are taken to have the same work.")
+    fixes = [
+        build_fix(f"take the machine of rank {slowest} out, or find what else runs there", facts.tokens_per_s, share),
+        build_fix(
+            f"give rank {slowest} fewer samples, in proportion to its speed",
+            facts.tokens_per_s,
+            share * (len(facts.ranks) - 1) / len(facts.ranks),
+        ),
+    ]
+    return build_finding("slow_rank", share, evidence, fixes, detail=f"rank {slowest}", rank=slowest)
+
+
+def _halves(half: int) -> tuple[slice, slice]:
+    return slice(None, half), slice(half, None)
+
+
+def _compare_pace(pace: dict[int, list[float]], slowest: int) -> tuple[float, float]:
+    """Return the lower quartile of the slowest rank, and the median of the others' medians."""
+    others = median(median(values) for rank, values in pace.items() if rank != slowest)
+    return quantiles(pace[slowest], n=4)[0], others
+
+
+def find_imbalance(facts: RunFacts) -> Finding | None:
+    """Look for steps in which one rank has more FLOPs than the mean rank, whichever it is; balance would save the rest.
+
+    What it costs is the smaller of two numbers: what the FLOPs predict at the run's usual pace, and by how much longer
+    the slowest rank really computed.
+    """
+    if len(facts.ranks) == 1 or pipeline_degree(facts) > 1 or not _knows_work(facts):
+        return None
+    work = _work_by_step(facts)
+    pace = median(compute_s(record) / work[record.step][rank] for rank, record in facts.records())
+    predicted_s = pace * sum(max(of_rank.values()) - mean(of_rank.values()) for of_rank in work.values())
+    own_s = {step: {rank: compute_s(record) for rank, record in ranks.items()} for step, ranks in facts.steps.items()}
+    heaviest = {step: max(of_rank, key=lambda rank, w=of_rank: w[rank]) for step, of_rank in work.items()}
+    measured_s = sum(own_s[step][heaviest[step]] - mean(own_s[step].values()) for step in work)
+    share = max(0.0, min(predicted_s, measured_s)) / facts.wall_s
+    counts = {rank: list(heaviest.values()).count(rank) for rank in facts.ranks}
+    most = max(counts, key=lambda rank: counts[rank])
+    is_one = counts[most] >= limit.SAME_RANK_FRACTION * len(work)
+    ratio = mean(max(of_rank.values()) / mean(of_rank.values()) for of_rank in work.values())
+    evidence = [
+        f"The rank with the most work has {ratio:.2f} x the mean rank's FLOPs in a step, and computes "
+        f"{1e3 * measured_s / len(work):.1f} ms longer than the mean rank.",
+        f"It is rank {most} in {counts[most]} of {len(work)} steps"
+        + (", always the same." if is_one else "; it changes."),
+        _compare_work(facts, most),
+        *_describe_waits(facts, most),
+    ]
+    fixes = [
+        build_fix("deal samples out by tiles and tokens, so that each rank has as many", facts.tokens_per_s, share),
+        build_fix("lower data.max_tiles_per_image (changes what is learned)", facts.tokens_per_s, share),
+    ]
+    rank = most if is_one else None
+    detail = f"rank {most}" if is_one else "changing ranks"
+    return build_finding("imbalance", share, evidence, fixes, detail=detail, rank=rank)
+
+
+def _knows_work(facts: RunFacts) -> bool:
+    return all(facts.count_flops(record) is not None for _, record in facts.records())
+
+
+def _work_by_step(facts: RunFacts) -> dict[int, dict[int, float]]:
+    """Return FLOPs by step and rank; 1 for all where they are not known."""
+    if not _knows_work(facts):
+        return {step: dict.fromkeys(ranks, 1.0) for step, ranks in facts.steps.items()}
+    counted = {
+        step: {rank: count.hardware for rank, r in ranks.items() if (count := facts.count_flops(r)) is not None}
+        for step, ranks in facts.steps.items()
+    }
+    return counted
+
+
+def _describe_waits(facts: RunFacts, slowest: int) -> list[str]:
+    if not facts.tells_communication:
+        return []
+    waits_s = facts.sums(lambda record: record.communication_s)
+    others = [value for rank, value in waits_s.items() if rank != slowest]
+    return [
+        f"Rank {slowest} waits for others {waits_s[slowest] / facts.wall_s:.0%} of the time, the others "
+        f"{mean(others) / facts.wall_s:.0%}: waiting is a symptom, not the cause."
+    ]
+
+
+def _compare_work(facts: RunFacts, heavy: int) -> str:
+    tiles = facts.sums(lambda record: record.tiles)
+    positions = facts.sums(lambda r: (r.text_tokens or 0) + (r.image_tokens or 0) + (r.padding_tokens or 0))
+
+    def compare(values: dict[int, float]) -> str:
+        others = mean(value for rank, value in values.items() if rank != heavy)
+        return f"{values[heavy] / len(facts.steps):.0f} a step against {others / len(facts.steps):.0f}"
+
+    return f"Tiles of rank {heavy}: {compare(tiles)} of the others; positions: {compare(positions)}."
+
+
+def find_communication(facts: RunFacts) -> Finding | None:
+    """Look at the time in which even the rank that waits least waits: data are on their way."""
+    if len(facts.ranks) == 1 or pipeline_degree(facts) > 1:
+        return None
+    if not facts.tells_communication:
+        facts.notes.append(
+            "communication cannot be told from computing in this strategy's step log on a GPU: record a profile "
+            "(profile.active = 3) and read its summary"
+        )
+        return None
+    shared_s = sum(min(r.communication_s or 0.0 for r in ranks.values()) for ranks in facts.steps.values())
+    share = shared_s / facts.wall_s
+    own_s = median(compute_s(record) for _, record in facts.records())
+    evidence = [
+        f"In each step even the rank that waits least waits {1e3 * shared_s / len(facts.steps):.1f} ms on the mean, "
+        f"{share:.0%} of the time: no rank is late then, data are on their way.",
+        f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
+    ]
+    strategy = facts.config.parallel.strategy if facts.config is not None else ""
+    accumulation = facts.config.train.accumulation_steps if facts.config is not None else 1
+    fixes = [
+        build_fix(
+            f"train.accumulation_steps = {2 * accumulation}: as many exchanges for twice the samples (a larger batch)",
+            facts.tokens_per_s,
+            share / 2,
+        )
+    ]
+    if strategy == "ddp" and facts.config is not None and facts.config.parallel.compression == "none":
+        fixes.append(
+            build_fix(
+                "parallel.compression = 'bf16': half the bytes, if bandwidth is what lacks",
+                facts.tokens_per_s,
+                share / 2,
+            )
+        )
+    if strategy in ("fsdp", "hsdp", "zero2", "deepspeed-zero3"):
+        fixes.append(
+            build_fix(
+                "ddp or zero1, if the state fits: a third fewer bytes, fewer exchanges", facts.tokens_per_s, share / 3
+            )
+        )
+    fixes.append(
+        build_fix(
+            "a faster link between the ranks, twice as fast in latency and bandwidth", facts.tokens_per_s, share / 2
+        )
+    )
+    return build_finding("communication", share, evidence, fixes, detail=strategy)
+
+
+def find_bubble(facts: RunFacts) -> Finding | None:
+    """Look at the time in which the stages of a pipeline wait for each other."""
+    pp = pipeline_degree(facts)
+    if pp == 1 or facts.config is None or not facts.tells_communication:
+        return None
+    layout, train = find_layout(facts.config.parallel, len(facts.ranks)), facts.config.train
+    num_microbatches = max(record.micro_batches or train.accumulation_steps for _, record in facts.records())
+    waits_s = facts.sums(lambda record: record.communication_s)
+    share = mean(waits_s.values()) / facts.wall_s
+    stage_of = {rank: layout.coordinates(rank)["pp"] for rank in facts.ranks}
+    work_s = {
+        stage: median(compute_s(rec) for rank, rec in facts.records() if stage_of[rank] == stage) for stage in range(pp)
+    }
+    longest = max(work_s, key=lambda stage: work_s[stage])
+    equal_s, longest_s = mean(work_s.values()), work_s[longest]
+    schedule = facts.config.parallel.pp_schedule
+    ideal = ideal_bubble_fraction(schedule, pp, num_microbatches)
+    evidence = [
+        f"The ranks wait {share:.0%} of the time on the mean. {schedule} with {pp} stages and {num_microbatches} "
+        f"micro-batch(es) has a bubble of {ideal:.0%} even with equal stages.",
+        f"Stage {longest} computes {1e3 * longest_s:.1f} ms a step, the mean stage {1e3 * equal_s:.1f} ms.",
+    ]
+    more = max(2 * num_microbatches, 4 * pp)
+    waste = pp - 1
+    now_s = facts.cycle_s
+
+    def removed(new_s: float) -> float:
+        return 1 - new_s / now_s
+
+    fixes = [
+        build_fix(
+            f"train.accumulation_steps = {more} with as many samples a step (train.micro_batch_size smaller)",
+            facts.tokens_per_s,
+            removed(min(now_s, longest_s * (more + waste) / more)),
+        ),
+        build_fix(
+            f"train.accumulation_steps = {more} so, and equal stages (parallel.adaptive = true moves layers)",
+            facts.tokens_per_s,
+            removed(min(now_s, equal_s * (more + waste) / more)),
+        ),
+    ]
+    return build_finding("pipeline_bubble", share, evidence, fixes, detail=f"{num_microbatches} micro-batches")

@@ -342,6 +342,8 @@ def test_a_plan_is_run_by_whom_the_configuration_of_a_run_accepts(level: str, tp
         refused = refused or engine_problems(strategy, trained, ActivationsConfig())
         assert (strategy in find_strategies(plan, level)) != bool(refused)
     assert (describe_runs(plan, level) == "") == bool(find_strategies(plan, level))
+    in_files = find_strategies(plan, level, in_files=True)
+    assert ("deepspeed-zero3" in in_files) == (precision == "fp32" and tp == 1) and "fsdp" not in in_files
 
 
 def test_main_memory_or_disks_decide_where_devices_have_room():

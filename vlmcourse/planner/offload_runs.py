@@ -27,7 +27,7 @@ def find_strategies(plan: Plan, level: str, *, in_files: bool = False) -> tuple[
     """Return the strategies here that run a plan with part of its state off the device; () where none does.
 
     Args:
-        plan: how the ranks share the work; its `offload_optimizer` is not read.
+        plan: how the ranks share the work; its `optimizer` is not read (a run has AdamW), nor is `offload_optimizer`.
         level: a name in `OFFLOAD_LEVELS`, but none.
         in_files: whether the state lies in files, and not in main memory.
     """

@@ -149,15 +149,13 @@ def calculate(
             recompute_language=recompute,
         )
         problems = [*_plan_problems(plan, shape, device, workload, offload), *_sample_problems(shape, workload)]
-        if problems:
-            return Calculation(title=title, memory=None, problems=tuple(problems))
-        memory = estimate_offloaded_memory(plan, shape, workload, level=offload)[0]
+        memory = None if problems else estimate_offloaded_memory(plan, shape, workload, level=offload)[0]
     except ValueError as error:
         return Calculation(title=title, memory=None, problems=tuple(_sentences(str(error))))
-    here = describe_runs(plan, offload)
-    return _place(
-        Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes, here=here), plan
-    )
+    if memory is None:
+        return Calculation(title=title, memory=None, problems=tuple(problems))
+    result = Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes)
+    return _place(replace(result, here=describe_runs(plan, offload)), plan)
 
 
 def _place(result: Calculation, plan: Plan) -> Calculation:

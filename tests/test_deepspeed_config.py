@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ ZeRO there is no part of the optimizer's state to move; raise the stage, or leav
     (
         zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
         "zero_optimization.offload_optimizer.\
-device = 'nvme' with stage = 2: only stage 3 reads and writes a disk; choose 'cpu', or stage 3",
+device = 'nvme' with stage = 2: only stage 3 reads and writes a disk; choose 'cpu' without nvme_path, or \
+stage 3",
     ),
     (
         zero(offload_param={"device": "nvme"}),
@@ -295,14 +297,14 @@ does not do it; leave it out",
     (
         {**zero(), "scheduler": {"type": "WarmupLR"}},
         "scheduler: a run's rates follow [optimizer] warmup_steps and \
-min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or write 'auto' for all of its \
-params",
+min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or choose WarmupLR, WarmupDecayLR, \
+WarmupCosineLR with no params but these, each 'auto': warmup_min_lr, warmup_max_lr, warmup_num_steps, total_num_steps",
     ),
     (
         {**zero(), "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": 9}}},
         "scheduler: a run's rates follow [optimizer] warmup_steps and \
-min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or write 'auto' for all of its \
-params",
+min_lr_fraction, which no scheduler of DeepSpeed's equals; leave the section out, or choose WarmupLR, WarmupDecayLR, \
+WarmupCosineLR with no params but these, each 'auto': warmup_min_lr, warmup_max_lr, warmup_num_steps, total_num_steps",
     ),
     (
         {**zero(), "bf16": {"enabled": True}},
@@ -413,6 +415,48 @@ def test_a_scheduler_that_is_all_auto_is_left_to_the_run() -> None:
     assert {row.name: row.value for row in rows}["scheduler.params.warmup_num_steps"] == 1  # as transformers has it
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"type": "Foo", "params": {"warmup_min_lr": "auto"}},
+        {"type": "WarmupLR", "params": {"warmup_type": "auto"}},
+        {"type": "WarmupLR", "params": {}},
+    ],
+)
+def test_advice_about_a_scheduler_can_be_followed(section: dict[str, Any]) -> None:
+    [problem] = find_deepspeed_problems({**zero(), "scheduler": section}, make_run())
+    names = problem.partition("each 'auto': ")[2].split(", ")
+    for kind in problem.partition("or choose ")[2].partition(" with")[0].split(", "):
+        followed = {"type": kind, "params": dict.fromkeys(names, "auto")}
+        assert find_deepspeed_problems({**zero(), "scheduler": followed}, make_run()) == []
+    rows = explain_deepspeed({"scheduler": section | {"params": {"warmup_min_lr": "auto"}}}, make_run())
+    assert all("drops" in row.does for row in rows) and len(rows) == 2
+
+
+def test_a_refused_stage_is_said_once_and_2_point_0_is_2() -> None:
+    for stage in ("3", True, None, 3.5, float("nan"), 4.0):
+        tables = zero(stage=stage, offload_param=CPU)
+        assert len(find_deepspeed_problems(tables, make_run())) == len(find_deepspeed_problems(tables)) == 1, stage
+    assert len(find_deepspeed_problems({"zero_optimization": True}, make_run())) == 1
+    written = zero(stage=3.0, stage3_prefetch_bucket_size="auto")
+    sizes = resolve_deepspeed(written, make_run())["zero_optimization"]
+    assert repr(sizes["stage"]) == "3" and sizes["stage3_prefetch_bucket_size"] == 3686
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        (0, {"offload_optimizer": CPU}),
+        (2, {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
+        (2, {"offload_param": CPU}),
+        (3, {"offload_optimizer": {"device": "nvme"}}),
+    ],
+)
+def test_a_mistake_about_offload_is_said_once_and_in_the_words_of_the_file(stage: int, parts: dict[str, Any]) -> None:
+    [problem] = find_deepspeed_problems(zero(stage=stage, **parts), make_run(stage))
+    assert problem.startswith("zero_optimization.offload_")
+
+
 def test_sizes_of_an_unknown_model_are_not_guessed() -> None:
     run = Run(make_run().config, 2)
     with pytest.raises(ConfigError, match="reduce_bucket_size = 'auto': the hidden size of the model is not known"):
@@ -461,8 +505,17 @@ def test_a_file_that_is_no_table_of_json_is_refused(text: str | bytes, words: st
 
 def test_a_file_is_read_by_deepspeeds_strategies_only() -> None:
     for strategy in ("ddp", "fsdp", "accelerate-ddp"):
-        with pytest.raises(ConfigError, match=f"deepspeed_config = 'x' with parallel.strategy = '{strategy}': only"):
+        with pytest.raises(
+            ConfigError, match=f"deepspeed_config = 'x' with parallel.strategy = '{strategy}': only"
+        ) as caught:
             parse_config({"parallel": {"strategy": strategy, "deepspeed_config": "x"}})
+        named = set(re.findall(r"'((?:accelerate-)?deepspeed-zero\d)'", str(caught.value)))
+        assert named == {
+            "deepspeed-zero0",
+            "deepspeed-zero3",
+            "accelerate-deepspeed-zero1",
+            "accelerate-deepspeed-zero3",
+        }
 
 
 # --- Explained --------------------------------------------------------------------------------------------------------

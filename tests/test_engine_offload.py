@@ -264,6 +264,17 @@ def test_what_a_refusal_proposes_is_taken(parallel: dict[str, Any], offload: dic
         assert run.offload.optimizer == offload["optimizer"]
 
 
+@pytest.mark.parametrize(("strategy", "parameters"), [("fsdp", "cpu"), ("deepspeed-zero2", "none")])
+def test_who_leaves_files_as_told_is_not_told_to_leave_their_folder_next(strategy: str, parameters: str) -> None:
+    offload = NVME | {"parameters": parameters, "buffer_count": 6}
+    with pytest.raises(ConfigError) as caught:
+        config(strategy, offload)
+    [advice] = re.findall(r"'cpu' without (.+?), or ", str(caught.value))
+    left = {f"offload.{name}" for name in offload} & set(advice.split(" and "))
+    kept = {name: value for name, value in offload.items() if f"offload.{name}" not in left}
+    assert config(strategy, kept | {"optimizer": "cpu"}).offload.optimizer == "cpu"
+
+
 def test_other_precisions_and_axes_are_refused() -> None:
     with pytest.raises(ConfigError, match="with train.precision = 'bf16_pure'"):
         config("fsdp", CPU, train={"precision": "bf16_pure"})

@@ -118,7 +118,8 @@ def test_the_function_prints_what_the_widget_shows():
         ({"tiles_per_sample": 12}, "12 tiles are 3072 image tokens"),
         ({"tiles_per_sample": 8, "seq_len": 2048}, "8 tiles are 2048 image tokens"),
         ({"model": "internvl2-76b", "seq_len": 16384}, "were trained for 8192 tokens"),
-        ({"zero_stage": 2, "offload": "layered"}, "set zero_stage=3"),
+        ({"zero_stage": 2, "offload": "layered"}, "offload = 'layered' with zero_stage=2: "),
+        ({"offload": "disk"}, "offload = 'disk': choose one of none, "),
         ({"zero_stage": 0, "offload": "optimizer"}, "no strategy moves optimizer state that is whole on every rank"),
         ({"ranks": 0}, "ranks = 0"),
         ({"micro_batch_size": 0}, "micro_batch_size = 0"),
@@ -150,6 +151,13 @@ def test_main_memory_is_looked_at_too_as_the_tree_of_offloading_does():
         assert ("fits, but main memory does not" in result._repr_html_()) != fits
     unknown = calculate(model="internvl2-1b", ranks=16, offload="layered", device="l4-24")
     assert unknown.fits and "on a node with 8 ranks: see that yours has as much" in str(unknown)
+
+
+def test_what_no_strategy_offloads_is_said_beside_the_bytes():
+    result = calculate(offload="optimizer")
+    assert result.fits and "'deepspeed-zero3' would with precision='fp32', no recomputation" in str(result)
+    assert "No strategy here offloads this plan" in result._repr_html_()
+    assert "No strategy" not in str(calculate(offload="optimizer+parameters", precision="fp32"))
 
 
 def test_all_that_is_wrong_is_said_at_once():

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
+from vlmcourse.engine_rules import engine_problems
 from vlmcourse.layout import ParallelConfig
 from vlmcourse.planner import Machine, Plan, Workload, decide_offload, estimate_rank_memory, machine_of
 from vlmcourse.planner.memory import ALLOWANCE_BYTES, RankMemory
 from vlmcourse.planner.offload import DOES_NOT_FIT, Decision
 from vlmcourse.planner.offload_cost import OffloadCost, estimate_offload_cost
 from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, estimate_offloaded_memory
+from vlmcourse.planner.offload_runs import describe_runs, find_strategies
 from vlmcourse.planner.shapes import count_language_layer_params, count_params
 from vlmcourse.presets import CLUSTERS, MODELS, Cluster, VLMShape, get_cluster, get_model
+from vlmcourse.recompute import ActivationsConfig
 from vlmcourse.state_offload import OffloadConfig
 
 GB = 10**9
@@ -299,6 +302,48 @@ def test_a_decision_shows_its_path_question_by_question():
     assert "everything on the device?" in text and ": no" in text and ": yes" in text
     assert "parameters off it too?" not in text  # never asked
     assert "a step gets" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer", "said"),
+    [
+        ({}, "optimizer", "'deepspeed-zero3' would with precision='fp32', no recomputation: "),
+        ({"precision": "fp32", "activation_checkpointing": False}, "", ""),
+        (
+            {"dp_shard": 2, "tp": 2, "precision": "fp32", "activation_checkpointing": False},
+            "",
+            "tp=1, dp_shard=4:",
+        ),
+        (
+            {"dp_shard": 2, "pp": 2, "precision": "fp32", "activation_checkpointing": False},
+            "",
+            "pp=1, dp_shard=4:",
+        ),
+        ({"dp_replicate": 2, "dp_shard": 2, "precision": "fp32"}, "", "dp_replicate=1, dp_shard=4,"),
+        ({"dp_shard": 1, "tp": 4, "zero_stage": 0}, DOES_NOT_FIT, "'deepspeed-zero3' would with tp=1, dp_shard=4,"),
+    ],
+)
+def test_an_answer_that_no_strategy_runs_says_which_would(changed: dict[str, Any], answer: str, said: str):
+    plan = Plan(**{"dp_shard": 4, "zero_stage": 3, **changed})
+    decision = decide_offload(plan, get_model("internvl2-8b"), machine(device_bytes=36 * GB))
+    assert decision.answer == answer or not answer
+    assert (said in str(decision)) and ("No strategy here" in str(decision)) == bool(said)
+
+
+@pytest.mark.parametrize("level", OFFLOAD_LEVELS[1:])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("precision", "trained"), [("fp32", "fp32"), ("bf16_autocast", "bf16"), ("bf16_mixed", "")])
+def test_a_plan_is_run_by_whom_the_configuration_of_a_run_accepts(level: str, tp: int, precision: str, trained: str):
+    plan = Plan(dp_shard=4, tp=tp, zero_stage=3, precision=precision, activation_checkpointing=False)
+    parts = {"optimizer": "cpu", "parameters": "none" if level == "optimizer" else "cpu", "layered": level == "layered"}
+    for strategy in ("fsdp", "deepspeed-zero3"):
+        parallel = ParallelConfig(strategy=strategy, tp=tp)
+        refused = not trained or parallel.problems() or OffloadConfig(**parts).contradictions(parallel, trained)
+        refused = refused or engine_problems(strategy, trained, ActivationsConfig())
+        assert (strategy in find_strategies(plan, level)) != bool(refused)
+    assert (describe_runs(plan, level) == "") == bool(find_strategies(plan, level))
+    in_files = find_strategies(plan, level, in_files=True)
+    assert ("deepspeed-zero3" in in_files) == (precision == "fp32" and tp == 1) and "fsdp" not in in_files
 
 
 def test_main_memory_or_disks_decide_where_devices_have_room():

@@ -27,7 +27,8 @@ def engine_problems(
     if deepspeed_config and strategy not in DEEPSPEED:
         found.append(
             f"parallel.deepspeed_config = {deepspeed_config!r} with parallel.strategy = {strategy!r}: only DeepSpeed "
-            "reads it; choose 'deepspeed-zero0' to 'deepspeed-zero3' by the stage in the file, or leave it out"
+            "reads it; choose 'deepspeed-zero0' to 'deepspeed-zero3' by the stage in the file, or "
+            "'accelerate-deepspeed-zero1' to 'accelerate-deepspeed-zero3', or leave it out"
         )
     what = f"train.precision = {precision!r} with parallel.strategy = {strategy!r}"
     if strategy in DEEPSPEED and precision in ("bf16", "fp16"):

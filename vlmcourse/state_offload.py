@@ -188,7 +188,7 @@ class OffloadConfig:
             found.append(
                 f"{self} with parallel.strategy = 'fsdp': its CPUOffloadPolicy moves shards of weights, gradients and "
                 "optimizer state together, and to main memory only; set offload.optimizer and offload.parameters to "
-                "'cpu', or choose 'deepspeed-zero3'"
+                f"'cpu'{self._without_files()}, or choose 'deepspeed-zero3'"
             )
         if self.layered and parallel.prefetch:
             found.append(
@@ -206,6 +206,12 @@ class OffloadConfig:
             )
         return found
 
+    def _without_files(self) -> str:
+        """Return what has to go with 'nvme', or nothing would read it; "" where nothing has."""
+        names = ("nvme_path", "buffer_count", "buffer_elements") if self.uses_nvme else ()
+        left = [f"offload.{name}" for name in names if getattr(self, name) != getattr(OffloadConfig, name)]
+        return f" without {' and '.join(left)}" if left else ""
+
     def _refused_by_engine(self, strategy: str) -> list[str]:
         found = []
         if DEEPSPEED[strategy] < 3 and self.parameters != "none":
@@ -216,7 +222,7 @@ class OffloadConfig:
         if DEEPSPEED[strategy] < 3 and self.optimizer == "nvme":
             found.append(
                 f"offload.optimizer = 'nvme' with parallel.strategy = {strategy!r}: DeepSpeed accepts it, writes no "
-                "file and stays in main memory; choose 'cpu', or 'deepspeed-zero3'"
+                f"file and stays in main memory; choose 'cpu'{self._without_files()}, or 'deepspeed-zero3'"
             )
         return found
 

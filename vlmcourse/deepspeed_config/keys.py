@@ -87,7 +87,7 @@ _OPTIMIZER = {
     "optimizer.params.set_grad_none": Key("bool", True, ENGINE, "forget gradients instead of setting them to 0"),
     "optimizer.params.torch_adam": Key("bool", False, ENGINE, "PyTorch's Adam instead of a compiled one"),
     "optimizer.legacy_fusion": Key("bool", False, OFF, "an old way of fusing"),
-    "scheduler.type": Key("text", None, OFF, "which one"),
+    "scheduler.type": Key("text", None, OFF, "which one; a run has its own and drops the section"),
     "scheduler.params": section("its options", OFF),
 }
 
@@ -233,7 +233,10 @@ OPEN = (
 KEYS: dict[str, Key] = {
     **_TOP,
     **_OPTIMIZER,
-    **{f"scheduler.params.{name}": Key("any", None, DETAIL, "an option of the scheduler") for name in _SCHEDULER},
+    **{
+        f"scheduler.params.{name}": Key("any", None, DETAIL, "an option of the scheduler, which a run drops")
+        for name in _SCHEDULER
+    },
     **{f"{name}.enabled": Key("bool", False, OFF, f"switch {name} on") for name in ("fp16", "bf16", *_SWITCHED)},
     **{f"fp16.{name}": key for name, key in _FP16.items()},
     **{f"bf16.{name}": key for name, key in _BF16.items()},

@@ -45,6 +45,8 @@ class Reading:
 
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted name, as in `KEYS` -> value as written, counts as whole numbers; sections left out."""
+    refused: set[str] = field(default_factory=set)
+    """Keys that are there with a value they cannot have: they are in neither of the others."""
     sections: set[str] = field(default_factory=set)
     """Sections with something in them."""
     problems: list[str] = field(default_factory=list)
@@ -73,6 +75,7 @@ def _read_table(table: Mapping[str, Any], prefix: str, reading: Reading) -> None
             reading.problems.append(f"{name}: it is another name of {other!r}, which is there too; leave one out")
         elif problem := _find_wrong_kind(real, key, value):
             reading.problems.append(f"{name} = {_show(value)}: {problem}")
+            reading.refused.add(real)
         elif key.kind != "section":
             reading.values[real] = as_count(real, value)
         elif value:
@@ -117,7 +120,8 @@ def _find_wrong_kind(name: str, key: Key, value: object) -> str:
 
 def as_count(name: str, value: Any) -> Any:
     """Return a count as a whole number, where JSON had it as 8.0 or 1e9; anything else as it is."""
-    return int(value) if KEYS[name].kind == "count" and isinstance(value, float) else value
+    kind = KEYS[name].kind
+    return int(value) if isinstance(value, float) and (kind == "count" or kind[0].isdigit()) else value
 
 
 def _is_kind(kind: str, value: object) -> bool:
@@ -135,8 +139,10 @@ def _is_kind(kind: str, value: object) -> bool:
             return isinstance(value, list)
         case "section":
             return isinstance(value, dict)
-    is_digit = kind[0].isdigit()
-    return (is_number if is_digit else isinstance(value, str)) and str(value).lower() in kind.lower().split("|")
+    choices = kind.lower().split("|")
+    if kind[0].isdigit():
+        return is_number and any(value == int(choice) for choice in choices)
+    return isinstance(value, str) and value.lower() in choices
 
 
 def _name_kind(name: str, key: Key) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from vlmcourse.deepspeed_config.auto import AUTO, FILLED_IN, Run
 from vlmcourse.deepspeed_config.names import as_count, read_keys, walk
 from vlmcourse.deepspeed_config.offload import find_offload_problems
-from vlmcourse.deepspeed_config.rules import Values, find_contradictions, find_inconsistencies, find_unfilled
+from vlmcourse.deepspeed_config.rules import ZERO, Values, find_contradictions, find_inconsistencies, find_unfilled
 from vlmcourse.values import ConfigError, describe_missing
 
 BROUGHT_BY_THE_RUN = ("optimizer", "scheduler")
@@ -66,11 +66,13 @@ def find_deepspeed_problems(settings: Mapping[str, Any], run: Run | None = None)
     """
     reading = read_keys(settings)
     values = Values(reading, run)
-    found = reading.problems + find_inconsistencies(values)
+    inconsistent = find_inconsistencies(values)
+    found = reading.problems + inconsistent
     if run is None:
         return found
     found += find_contradictions(values, run)
-    return found if reading.problems else found + find_offload_problems(settings, run)
+    offload_is_named = any(problem.startswith(f"{ZERO}.offload_") for problem in inconsistent)
+    return found if reading.problems or offload_is_named else found + find_offload_problems(settings, run)
 
 
 def resolve_deepspeed(

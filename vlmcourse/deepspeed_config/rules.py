@@ -25,6 +25,8 @@ ADAM_NAMES = ("adam", "adamw")
 """What DeepSpeed calls AdamW: its Adam decays weights apart from the gradient too, unless told otherwise."""
 HARMLESS = {"fp32", "float32"}
 """Formats that may be named where DeepSpeed's default is to choose: a run is in fp32."""
+WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""DeepSpeed's schedulers with options that a run can fill in."""
 SAME_AS: dict[str, str] = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.accumulation_steps",
@@ -40,7 +42,8 @@ REASONS = {
     "torch_autocast": "the engines are used in fp32 here; set it to false",
     "scheduler": (
         "a run's rates follow [optimizer] warmup_steps and min_lr_fraction, which no scheduler of DeepSpeed's equals; "
-        "leave the section out, or write 'auto' for all of its params"
+        f"leave the section out, or choose {', '.join(WARMUPS)} with no params but these, each 'auto': "
+        f"{', '.join(name.rpartition('.')[2] for name in AUTO if name.startswith('scheduler.params'))}"
     ),
     "activation_checkpointing": "the model does not call deepspeed.checkpointing, so nothing reads it; leave it out",
     "gradient_allreduce_op": "the loss is divided for gradients that are averaged; leave it out",
@@ -69,6 +72,7 @@ class Values:
     def __init__(self, reading: Reading, run: Run | None) -> None:
         self.written = reading.values
         self.sections = reading.sections
+        self.refused = reading.refused
         self.filled: dict[str, Any] = {}
         run = run and run.for_file(reading.values)
         for name, value in reading.values.items():
@@ -81,9 +85,10 @@ class Values:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; None where it is 'auto' and there is no run to fill it in."""
-        is_open = self.written.get(f"{ZERO}.stage") == "auto" and self.filled[f"{ZERO}.stage"] is None
-        return None if is_open else self[f"{ZERO}.stage"]
+        """The ZeRO stage; None where what stands there is refused, or is 'auto' with no run to fill it in."""
+        name = f"{ZERO}.stage"
+        is_open = self.written.get(name) == "auto" and self.filled[name] is None
+        return None if is_open or self.refused & {ZERO, name} else self[name]
 
     def says(self, name: str) -> bool:
         """Whether the file itself gives a value, and not null or 'auto'."""
@@ -123,17 +128,16 @@ def _offload(values: Values) -> list[str]:
         ("offload_optimizer", 1, "without ZeRO there is no part of the optimizer's state to move"),
     ):
         device = values[f"{ZERO}.{part}.device"]
+        said = f"{ZERO}.{part}.device = {device!r}"
         if device != "none" and stage < least:
-            found.append(
-                f"{ZERO}.{part}.device = {device!r} with stage = {stage}: {why}; raise the stage, or leave it out"
-            )
+            found.append(f"{said} with stage = {stage}: {why}; raise the stage, or leave it out")
         if device == "nvme" and least <= stage < 3:
             found.append(
-                f"{ZERO}.{part}.device = 'nvme' with stage = {stage}: only stage 3 reads and writes a disk; choose "
-                "'cpu', or stage 3"
+                f"{said} with stage = {stage}: only stage 3 reads and writes a disk; choose "
+                "'cpu' without nvme_path, or stage 3"
             )
         if device == "nvme" and not values[f"{ZERO}.{part}.nvme_path"]:
-            found.append(f"{ZERO}.{part}.device = 'nvme' without nvme_path: name a folder on a fast disk")
+            found.append(f"{said} without nvme_path: name a folder on a fast disk")
         if device != "nvme" and values.says(f"{ZERO}.{part}.nvme_path"):
             found.append(f"{ZERO}.{part}.nvme_path with device = {device!r}: only 'nvme' reads it; leave it out")
     ratio = values[f"{ZERO}.offload_optimizer.ratio"]
@@ -186,8 +190,8 @@ RULES = (*RULES_OF_ANY_STAGE, _offload, _unread, _scaling, _buckets)
 
 
 def _strategy(values: Values, run: Run) -> list[str]:
-    strategy, stage = run.config.parallel.strategy, values[f"{ZERO}.stage"]
-    if strategy not in DEEPSPEED or stage == run.stage:
+    strategy, stage = run.config.parallel.strategy, values.stage
+    if strategy not in DEEPSPEED or stage in (None, run.stage):
         return []  # a strategy that is not DeepSpeed's is refused by the run's own configuration
     prefix = "" if values.says(f"{ZERO}.stage") else "left out, which is "
     first = strategy.rstrip("0123456789")
@@ -251,7 +255,8 @@ def _batch(values: Values, run: Run) -> list[str]:
 def _leaves_rates_to_the_run(values: Values) -> bool:
     """Whether a scheduler has only options that are the run's, 'auto', as Hugging Face's users write it."""
     options = {name: value for name, value in values.written.items() if name.startswith("scheduler.params.")}
-    return bool(options) and all(value == "auto" and name in AUTO for name, value in options.items())
+    is_warmup = values.written.get("scheduler.type", WARMUPS[0]) in WARMUPS
+    return is_warmup and bool(options) and all(value == "auto" and name in AUTO for name, value in options.items())
 
 
 def _off(values: Values) -> list[str]:

@@ -17,7 +17,8 @@ from vlmcourse.labs.memory_bar import draw_bar, draw_problems
 from vlmcourse.planner import DEVICES, PRECISIONS, Plan, RankMemory, Workload, check_plan
 from vlmcourse.planner.hardware import get_device
 from vlmcourse.planner.offload_cost import machine_of, ranks_per_node, show_bytes
-from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, estimate_offloaded_memory
+from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, estimate_offloaded_memory, find_level_problem
+from vlmcourse.planner.offload_runs import describe_runs
 from vlmcourse.presets import CLUSTERS, MODELS, Cluster, VLMShape, get_model
 from vlmcourse.recompute import find_policy_problem
 from vlmcourse.values import check_counts
@@ -50,6 +51,8 @@ class Calculation:
     """Ranks that share the main memory of one node."""
     node_limit_bytes: int | None = None
     """Main memory of a node of such devices; None where no datasheet says."""
+    here: str = ""
+    """Where no strategy of this package offloads so: which would, with what changed (`describe_runs`)."""
 
     @property
     def fits_node(self) -> bool:
@@ -65,15 +68,16 @@ class Calculation:
 
     @property
     def note(self) -> str:
-        """What lies off the device, "" for nothing."""
+        """What lies off the device, and what a run here would want changed for that; "" for nothing."""
         if self.memory is None or not self.memory.host_total:
             return ""
         rank = f"{show_bytes(self.memory.host_total)} of this rank are in main memory"
         node_bytes = show_bytes(self.node_ranks * self.memory.host_total)
         if self.node_limit_bytes is None:
-            return f"{rank}, {node_bytes} on a node with {self.node_ranks} ranks: see that yours has as much"
-        verdict = "" if self.fits_node else ", which is too much"
-        return f"{rank}, {node_bytes} of a node's {show_bytes(self.node_limit_bytes)}{verdict}"
+            place = f"on a node with {self.node_ranks} ranks: see that yours has as much"
+        else:
+            place = f"of a node's {show_bytes(self.node_limit_bytes)}{'' if self.fits_node else ', which is too much'}"
+        return f"{rank}, {node_bytes} {place}{'. ' if self.here else ''}{self.here}"
 
     def __str__(self) -> str:
         """Show every owner and the sum, or every problem."""
@@ -145,12 +149,13 @@ def calculate(
             recompute_language=recompute,
         )
         problems = [*_plan_problems(plan, shape, device, workload, offload), *_sample_problems(shape, workload)]
-        memory = estimate_offloaded_memory(plan, shape, workload, level=offload)[0]
+        memory = None if problems else estimate_offloaded_memory(plan, shape, workload, level=offload)[0]
     except ValueError as error:
         return Calculation(title=title, memory=None, problems=tuple(_sentences(str(error))))
-    if problems:
+    if memory is None:
         return Calculation(title=title, memory=None, problems=tuple(problems))
-    return _place(Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes), plan)
+    result = Calculation(title=title, memory=memory, device=device, limit_bytes=spec.memory_bytes)
+    return _place(replace(result, here=describe_runs(plan, offload)), plan)
 
 
 def _place(result: Calculation, plan: Plan) -> Calculation:
@@ -169,6 +174,8 @@ def _plan_problems(plan: Plan, shape: VLMShape, device: str, workload: Workload,
     stage = plan.zero_stage
     if stage and plan.num_ranks == 1 and offload == "none":
         problems.append(f"ZeRO-{stage} splits over 1 rank, which is nothing: raise ranks or set zero_stage=0")
+    if problem := find_level_problem(plan, offload):
+        problems.append(f"offload = {problem}")
     if offload == "optimizer" and not stage:
         problems.append(
             "offload = 'optimizer' with zero_stage=0: no strategy moves optimizer state that is whole on every rank; "

@@ -26,6 +26,7 @@ from vlmcourse.planner.offload_cost import (
     show_bytes,
 )
 from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS, ZERO_3_LEVELS, estimate_offloaded_memory
+from vlmcourse.planner.offload_runs import describe_runs
 from vlmcourse.planner.plan import Plan
 from vlmcourse.presets import Cluster, VLMShape
 
@@ -105,6 +106,8 @@ class Decision:
     cost: OffloadCost
     """Of the answer; nothing where nothing leaves the device, or nothing fits."""
     machine: Machine
+    here: str = ""
+    """Where no strategy of this package runs what is recommended: which would, with what changed; else ""."""
 
     @property
     def fits(self) -> bool:
@@ -127,7 +130,7 @@ class Decision:
         level = self.level
         where = f" (in {level.home})" if level is not None and level.home != "device" else ""
         lines = [f"offload on {self.machine.name}: {self.answer}{where}", *(f"  {level}" for level in self.path)]
-        lines += [f"  {self.reason}"]
+        lines += [f"  {said}" for said in (self.reason, self.here) if said]
         lines += [f"  each step of a rank: {self.cost}"] if self.cost.update_bytes else []
         return "\n".join(lines)
 
@@ -164,8 +167,8 @@ def decide_offload(
     chosen = next((level for level in levels if level.fits), None)
     if chosen is None:
         cost = OffloadCost(level="none")
-        reason = _why_nothing_fits(levels, plan, model, machine, workload)
-        return Decision(answer=DOES_NOT_FIT, reason=reason, levels=levels, cost=cost, machine=machine)
+        reason, here = _why_nothing_fits(levels, plan, model, machine, workload)
+        return Decision(answer=DOES_NOT_FIT, reason=reason, levels=levels, cost=cost, machine=machine, here=here)
     costs = [
         estimate_offload_cost(
             memory,
@@ -183,6 +186,7 @@ def decide_offload(
         levels=levels,
         cost=max(costs, key=lambda cost: cost.added_s()),
         machine=machine,
+        here=describe_runs(plan, chosen.name, in_files=chosen.home == "files"),
     )
 
 
@@ -229,31 +233,34 @@ def _why_this(levels: tuple[Level, ...], chosen: Level) -> str:
 
 def _why_nothing_fits(
     levels: tuple[Level, ...], plan: Plan, model: VLMShape, machine: Machine, workload: Workload | None
-) -> str:
-    """Say in a sentence which limit stands in the way of every level, and what to change."""
+) -> tuple[str, str]:
+    """Say which limit stands in the way of every level and what to change, and who runs here what that leads to."""
     homeless = next((level for level in levels if level.fits_device), None)
     if homeless is not None:
         disks = f" and its disks have {show_bytes(machine.nvme_bytes)}" if machine.nvme_bytes else ""
-        return (
+        reason = (
             f"Devices have room from level {homeless.name} on, but a node needs {show_bytes(homeless.node_bytes)} for "
             f"what leaves them and has {show_bytes(homeless.node_limit_bytes)} of main memory{disks}: split the state "
             "over more nodes, make the optimizer's state smaller, or give disks (nvme_bytes, nvme_bytes_per_s; ZeRO-3)."
         )
+        return reason, ""
     last = next(level for level in reversed(levels) if level.memory is not None)
     assert last.memory is not None  # level none always has one
     need = f"a rank needs {show_bytes(last.memory.device_total)} of its device's {show_bytes(last.device_limit_bytes)}"
     if plan.zero_stage < 3:
         split = dataclasses.replace(plan, zero_stage=3, dp_shard=plan.dp_degree, dp_replicate=1)
+        found = decide_offload(split, model, machine, workload)
         stays = "weights cannot leave it" if plan.zero_stage else "nothing can leave it (that takes 1 to 3)"
-        return (
+        reason = (
             f"At level {last.name} {need}, and under zero_stage={plan.zero_stage} {stays}: with "
             f"zero_stage=3 over dp_shard={split.dp_shard} the answer is "
-            f"{decide_offload(split, model, machine, workload).answer!r}."
+            f"{found.answer!r}."
         )
+        return reason, found.here
     owners = {owner: size for owner, size in last.memory.by_owner().items() if owner != "allowance"}
     largest = max(owners, key=lambda owner: owners[owner])
     ways = {
         "activations": "lower micro_batch_size, recompute more of the activations or shorten the sequence",
         "gathered": "split layers by tp, or choose a device that holds the largest layer",
     }.get(largest, "choose a device with more memory")
-    return f"Even one layer at a time {need}, most of it {largest} ({show_bytes(owners[largest])}): {ways}."
+    return f"Even one layer at a time {need}, most of it {largest} ({show_bytes(owners[largest])}): {ways}.", ""

@@ -48,16 +48,23 @@ def estimate_offloaded_memory(
     Source: Ren et al. 2021, "ZeRO-Offload: democratizing billion-scale model training", section 3; Rajbhandari et al.
     2021, "ZeRO-Infinity: breaking the GPU memory wall for extreme scale deep learning", section 5.
     """
-    if level not in OFFLOAD_LEVELS:
-        raise ValueError(f"level = {level!r}: choose one of {', '.join(OFFLOAD_LEVELS)}")
-    if level in ZERO_3_LEVELS and plan.zero_stage < 3:
-        raise ValueError(
-            f"level = {level!r} with zero_stage={plan.zero_stage}: forward reads weights where they lie, and they lie "
-            "on the device; set zero_stage=3"
-        )
+    if problem := find_level_problem(plan, level):
+        raise ValueError(f"level = {problem}")
     held = dataclasses.replace(plan, offload_optimizer=False)
     stages = range(find_split(plan, model).num_stages)
     return [_move_off(estimate_stage(held, model, workload or Workload(), i), held, model, i, level) for i in stages]
+
+
+def find_level_problem(plan: Plan, level: str) -> str:
+    """Return why a plan cannot have a level, from the level's value on: what it is called there, the caller knows."""
+    if level not in OFFLOAD_LEVELS:
+        return f"{level!r}: choose one of {', '.join(OFFLOAD_LEVELS)}"
+    if level in ZERO_3_LEVELS and plan.zero_stage < 3:
+        return (
+            f"{level!r} with zero_stage={plan.zero_stage}: forward reads weights where they lie, and they lie on the "
+            "device; set zero_stage=3"
+        )
+    return ""
 
 
 def _move_off(memory: RankMemory, plan: Plan, model: VLMShape, stage: int, level: str) -> RankMemory:

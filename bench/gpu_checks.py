@@ -32,13 +32,13 @@ import torch
 from torch.cuda import nccl
 
 from vlmcourse.grading.process import QUIET_KERNEL
-from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.diagnosis import diagnose
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.monitor.peak import find_peak
 from vlmcourse.monitor.step_clock import PHASES, tells_communication
 from vlmcourse.monitor.step_log import read_step_log
+from vlmcourse.strategies import DEEPSPEED, ENGINES
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,10 +19,10 @@ from parity import AwkwardTrainer, Recording, build_trainer, parity_config, reco
 from precision_cases import spoil_gradients
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.parallel import engines
 from vlmcourse.parallel.engines import gather_engine_state
 from vlmcourse.parallel.ranks import Ranks, init_ranks, shutdown_ranks
+from vlmcourse.strategies import DEEPSPEED, ENGINES
 from vlmcourse.train.nan_finder import find_in_step
 
 RUNS = {

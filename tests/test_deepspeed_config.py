@@ -20,8 +20,8 @@ from vlmcourse.deepspeed_config import (
     load_deepspeed_json,
     resolve_deepspeed,
 )
-from vlmcourse.layout import DEEPSPEED
 from vlmcourse.parallel.engines import build_deepspeed_settings, choose_deepspeed_settings
+from vlmcourse.strategies import DEEPSPEED
 
 CPU = {"device": "cpu"}
 RIGHT: dict[str, Any] = {

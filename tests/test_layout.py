@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from vlmcourse.config import ConfigError, parse_config
-from vlmcourse.layout import AXES, SCHEDULES, STRATEGIES, Layout, ParallelConfig, find_layout, sequence_multiple
+from vlmcourse.layout import AXES, SCHEDULES, Layout, ParallelConfig, find_layout, sequence_multiple
 from vlmcourse.parallel.apply import apply_strategy, check_strategy
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.degrees import check_shape_divides, resolve_auto, settle
 from vlmcourse.planner.grid import list_shares
 from vlmcourse.presets import get_model
+from vlmcourse.strategies import STRATEGIES
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,6 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(config: ParallelConfig, wo
     ("parallel", "words"),
     [
         ({"strategy": "dpp"}, "did you mean 'ddp'"),
-        ({"strategy": "zero3"}, "ZeRO-3 is 'fsdp' or 'deepspeed-zero3'"),
         ({"strategy": "deepspeed"}, "add its stage, 'deepspeed-zero0' to 'deepspeed-zero3'"),
         ({"strategy": "accelerate-zero3"}, "it is called 'accelerate-deepspeed-zero3'"),
         ({"strategy": "deepspeed-zero4"}, "did you mean 'deepspeed-zero0' or .* or 'deepspeed-zero3'"),
@@ -296,3 +296,8 @@ def test_sequences_are_padded_to_what_their_ranks_can_split() -> None:
     assert sequence_multiple(ParallelConfig(tp=3)) == 24
     assert sequence_multiple(ParallelConfig(strategy="fsdp", cp=4, tp=2)) == 16
     assert sequence_multiple(ParallelConfig(strategy="fsdp", cp=3)) == 24
+
+
+def test_zero3_is_the_papers_name_of_fsdp() -> None:
+    assert ParallelConfig(strategy="zero3") == ParallelConfig(strategy="fsdp")
+    assert ParallelConfig(strategy="zero3").problems() == []

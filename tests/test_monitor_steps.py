@@ -19,7 +19,6 @@ from ranks_worker import config_in
 from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, config_of
 
 from vlmcourse.config import parse_config
-from vlmcourse.layout import DEEPSPEED, SHARDED
 from vlmcourse.monitor import peak, step_clock, step_log, waits
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
@@ -29,6 +28,7 @@ from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, c
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.precision_rules import PRECISIONS
+from vlmcourse.strategies import DEEPSPEED, SHARDED
 from vlmcourse.train import row_meter
 from vlmcourse.train.report import StepReport
 from vlmcourse.train.rows import OWNERS, TOWER_NAMES

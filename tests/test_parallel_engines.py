@@ -13,12 +13,12 @@ from parity import Recording, check_parity, load, parity_config
 from ranks import run_worker
 
 from vlmcourse.config import ConfigError, parse_config
-from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.parallel.apply import apply_strategy
 from vlmcourse.parallel.engines import build_deepspeed_settings
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.grid import share_table
 from vlmcourse.presets import get_model
+from vlmcourse.strategies import DEEPSPEED, ENGINES
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 

@@ -8,8 +8,8 @@ Source: DeepSpeed 0.19.8, `runtime/torch_autocast.py` and `runtime/zero/`; measu
 
 from __future__ import annotations
 
-from vlmcourse.layout import DEEPSPEED, ENGINES
 from vlmcourse.recompute import ActivationsConfig
+from vlmcourse.strategies import DEEPSPEED, ENGINES
 
 
 def engine_problems(

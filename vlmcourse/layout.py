@@ -18,25 +18,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from vlmcourse.strategies import ENGINES, OTHER_NAMES, PAPER_NAMES, SHARDED, STRATEGIES, WHOLE_WEIGHTS
 from vlmcourse.values import ConfigError, at_least_one, at_least_zero, check_types, check_values, suggest_choice
 
-ACCELERATE_DEEPSPEED = {f"accelerate-deepspeed-zero{stage}": stage for stage in (1, 2, 3)}
-"""Strategies for which accelerate starts a DeepSpeed engine -> its ZeRO stage."""
-DEEPSPEED = {**{f"deepspeed-zero{stage}": stage for stage in range(4)}, **ACCELERATE_DEEPSPEED}
-"""Strategies that a DeepSpeed engine carries out, whoever starts it -> its ZeRO stage."""
-ENGINES = (*DEEPSPEED, "accelerate-ddp")
-"""Strategies that another project's engine carries out, behind the same Trainer."""
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto", *ENGINES)
-OTHER_NAMES = {
-    "zero3": "ZeRO-3 is 'fsdp' or 'deepspeed-zero3'",
-    "deepspeed": "add its stage, 'deepspeed-zero0' to 'deepspeed-zero3'",
-    **{f"accelerate-zero{stage}": f"it is called {name!r}" for name, stage in ACCELERATE_DEEPSPEED.items()},
-}
-"""Strategies by names that are near, and not ours -> what they are here."""
-WHOLE_WEIGHTS = ("single", "ddp", "zero1", "accelerate-ddp", *(name for name, stage in DEEPSPEED.items() if stage < 3))
-"""Strategies whose data-parallel ranks each hold all weights of their stage."""
-SHARDED = ("zero2", "fsdp", "hsdp")
-"""Strategies that FSDP2 carries out."""
 VISION_HEADS = ("split", "pad_heads", "mlp_only")
 VISION_PLANS = (*VISION_HEADS, "replicate")
 """What tensor parallelism may do with the vision tower."""
@@ -66,7 +50,7 @@ class ParallelConfig:
 
     strategy: str = "single"
     """What data-parallel ranks split: single (there is one), ddp (nothing), zero1 (optimizer state), zero2 (gradients
-    too), fsdp (weights too), hsdp (as fsdp, in several copies). auto chooses, and the degrees with it.
+    too), fsdp (weights too; zero3 is the same), hsdp (as fsdp, in several copies). auto chooses, and the degrees too.
     deepspeed-zero0 (nothing), -zero1, -zero2, -zero3 and accelerate-ddp leave the same to these libraries, and
     accelerate-deepspeed-zero1, -zero2, -zero3 to both."""
     dp_replicate: int = 0
@@ -111,6 +95,10 @@ class ParallelConfig:
     timeout_s: float = 60.0
     """Seconds that a rank waits for the others before it fails. Raise it where rank 0 alone is busy for longer, as in
     removing an old checkpoint of a large model, or where ranks finish an evaluation far apart."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", PAPER_NAMES.get(self.strategy, self.strategy))
 
     @property
     def vision_plan(self) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED, ParallelConfig
+from vlmcourse.layout import ParallelConfig
+from vlmcourse.strategies import ACCELERATE_DEEPSPEED, DEEPSPEED
 from vlmcourse.values import at_least_one, check_types, suggest_choice
 
 PLACES = ("none", "cpu", "nvme")

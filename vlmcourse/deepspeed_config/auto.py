@@ -17,7 +17,7 @@ from typing import Any
 from vlmcourse.batch import effective_batch_size
 from vlmcourse.config import TOWERS, TrainConfig
 from vlmcourse.deepspeed_config.keys import KEYS
-from vlmcourse.layout import DEEPSPEED
+from vlmcourse.strategies import DEEPSPEED
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vlmcourse.deepspeed_config.key import OFF
 from vlmcourse.deepspeed_config.keys import KEYS
 from vlmcourse.deepspeed_config.names import Reading
 from vlmcourse.deepspeed_config.zero_keys import STAGE_3_PREFIX
-from vlmcourse.layout import DEEPSPEED
+from vlmcourse.strategies import DEEPSPEED
 
 ZERO = "zero_optimization"
 ADAM_NAMES = ("adam", "adamw")

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.labs.zero_stages import close, in_turn, open_trainer, show_running, tiny_config
-from vlmcourse.layout import DEEPSPEED, align
+from vlmcourse.layout import align
 from vlmcourse.machine import describe_machine
 from vlmcourse.models.vlm import build_model
 from vlmcourse.monitor.state_table import MB, watch_peaks, watch_state
@@ -35,6 +35,7 @@ from vlmcourse.parallel.fsdp import find_units
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.state_offload import PLACES
+from vlmcourse.strategies import DEEPSPEED
 from vlmcourse.train.trainer import Trainer
 
 PAIR = ("deepspeed-zero3", "fsdp")

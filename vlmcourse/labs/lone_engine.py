@@ -24,7 +24,7 @@ class LoneEngine:
         """Start the engine.
 
         Args:
-            config: of the tiny model in fp32; its strategy is one of `layout.DEEPSPEED`.
+            config: of the tiny model in fp32; its strategy is one of `strategies.DEEPSPEED`.
             ranks: the only rank, in a process group that exists.
         """
         train = {"num_steps": config.train.num_steps, "micro_batch_size": config.train.micro_batch_size}

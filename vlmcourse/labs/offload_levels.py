@@ -34,7 +34,7 @@ from vlmcourse.labs.ch05 import (
     needed_bytes,
 )
 from vlmcourse.labs.zero_stages import find_unit_shapes, open_trainer
-from vlmcourse.layout import DEEPSPEED, align
+from vlmcourse.layout import align
 from vlmcourse.monitor.step_cost import measure_step_costs
 from vlmcourse.parallel.engines import build_deepspeed_settings
 from vlmcourse.parallel.ranks import Ranks, init_ranks
@@ -44,6 +44,7 @@ from vlmcourse.planner.offload_memory import OFFLOAD_LEVELS
 from vlmcourse.planner.state_layout import count_params
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.state_offload import OffloadConfig
+from vlmcourse.strategies import DEEPSPEED
 from vlmcourse.train.trainer import Trainer
 
 FP32_BYTES = 4

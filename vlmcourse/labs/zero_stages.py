@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.labs.lone_engine import LoneEngine
-from vlmcourse.layout import DEEPSPEED
 from vlmcourse.models.vlm import build_model
 from vlmcourse.monitor.state_table import OFFLOADED, NotRun, StateRow, StateTable, build_row, watch_peaks, watch_state
 from vlmcourse.monitor.traffic_table import TrafficRow, TrafficTable, Units, estimate_fp32_traffic, watch_traffic
@@ -33,6 +32,7 @@ from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.planner.state_layout import ZERO_STAGES, Groups, estimate_fp32_state
 from vlmcourse.presets import VLMShape, get_model
+from vlmcourse.strategies import DEEPSPEED
 from vlmcourse.train.optimizer import build_optimizer
 from vlmcourse.train.trainer import Trainer
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vlmcourse.layout import DEEPSPEED, align
+from vlmcourse.layout import align
 from vlmcourse.monitor.ledger import Ledger, StepLedger, measure_ledger
 from vlmcourse.planner.memory import StateBytes
 from vlmcourse.planner.state_layout import Difference, Groups, count_params, estimate_fp32_state, explain_state
+from vlmcourse.strategies import DEEPSPEED
 
 MB = 10**6
 OWNERS = ("weights", "gradients", "optimizer")

@@ -39,8 +39,8 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse import spans
-from vlmcourse.layout import DEEPSPEED, SHARDED
 from vlmcourse.parallel.phases import phase
+from vlmcourse.strategies import DEEPSPEED, SHARDED
 
 PHASES: tuple[str, ...] = (*spans.PHASES, "other")
 Mark = Any

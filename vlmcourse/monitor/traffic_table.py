@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlmcourse.layout import DEEPSPEED, align
+from vlmcourse.layout import align
 from vlmcourse.monitor.state_table import NotRun, Updates, align_with_reasons
 from vlmcourse.parallel.counting import CollectiveCall, CollectiveCount, CollectiveCounter, count_calls
 from vlmcourse.planner.network import Traffic, estimate_step_traffic, ring_sent_bytes
 from vlmcourse.planner.state_layout import FP32_BYTES, ZERO_STAGES, Groups, Shape, fill_group
+from vlmcourse.strategies import DEEPSPEED
 
 MB = 10**6
 TOLERANCE = 0.005

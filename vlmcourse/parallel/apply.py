@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import ParallelConfig
-from vlmcourse.layout import DEEPSPEED, SHARDED, Layout, check_usable, find_layout
+from vlmcourse.layout import Layout, check_usable, find_layout
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.accelerated import apply_accelerate
 from vlmcourse.parallel.agreement import check_agreement, check_plain
@@ -36,6 +36,7 @@ from vlmcourse.parallel.sync import is_engine
 from vlmcourse.parallel.tensor import apply_tensor, check_tensor
 from vlmcourse.parallel.verify import check_equal_weights, check_sharding
 from vlmcourse.state_offload import OffloadConfig
+from vlmcourse.strategies import DEEPSPEED, SHARDED
 from vlmcourse.values import ConfigError
 
 

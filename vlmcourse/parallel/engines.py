@@ -2,8 +2,8 @@
 
 Enters: a plain model, AdamW over its parameters, and a `TrainConfig` whose strategy is one of `DEEPSPEED`. Leaves: a
 `DeepSpeedEngine`, its settings made from ours or read from a file, and an `EngineOptimizer` that lets it step. What
-the engine is, is checked after start: on CPU ranks DeepSpeed's settings can be accepted and do nothing (a small model
-under ZeRO-3 is not sharded at all by default). Chapter 5.
+the engine is, is checked after start: on CPU ranks DeepSpeed's settings can be accepted and do nothing (by
+default the weights of a small model stay whole under ZeRO-3). Chapter 5.
 
 DeepSpeed compiles operations at first use. By default nothing here needs one: the optimizer is PyTorch's, and on CPU
 ranks the all-reduce over shared memory is left out, so that gloo carries everything. With `offload.adam = "deepspeed"`
@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from vlmcourse.config import ParallelConfig, TrainConfig
 from vlmcourse.deepspeed_config import Run, load_deepspeed_json, read_offload, resolve_deepspeed
-from vlmcourse.layout import ACCELERATE_DEEPSPEED, DEEPSPEED
 from vlmcourse.models.vlm import VLM
 from vlmcourse.parallel.accelerated import start_through_accelerate
 from vlmcourse.parallel.clipping import total_norm
@@ -39,6 +38,7 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.parallel.verify import check_equal_weights
 from vlmcourse.presets import VLMShape
 from vlmcourse.state_offload import OffloadConfig
+from vlmcourse.strategies import ACCELERATE_DEEPSPEED, DEEPSPEED
 
 
 def build_deepspeed_settings(config: TrainConfig) -> dict[str, Any]:

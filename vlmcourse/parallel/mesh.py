@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vlmcourse.layout import AXES, WHOLE_WEIGHTS, Layout, ParallelConfig, check_usable, find_layout
+from vlmcourse.layout import AXES, Layout, ParallelConfig, check_usable, find_layout
 from vlmcourse.parallel.comm import check_alike
 from vlmcourse.parallel.ranks import Ranks, limit_mesh, share_mesh
 from vlmcourse.planner.degrees import check_shape_divides
 from vlmcourse.presets import VLMShape
+from vlmcourse.strategies import WHOLE_WEIGHTS
 
 
 @dataclass(frozen=True)

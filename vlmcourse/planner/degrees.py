@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from vlmcourse.layout import SHARDED, VISION_PLANS, ParallelConfig, find_layout
+from vlmcourse.layout import VISION_PLANS, ParallelConfig, find_layout
 from vlmcourse.planner.schedules import SCHEDULES, check_schedule, find_schedule_problems
 from vlmcourse.planner.stages import StageSplit, split_evenly, vision_apart
 from vlmcourse.presets import VLMShape
+from vlmcourse.strategies import SHARDED
 
 
 def settle(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmcourse.layout import DEEPSPEED, SHARDED, Layout, ParallelConfig, align, check_usable, find_layout
+from vlmcourse.layout import Layout, ParallelConfig, align, check_usable, find_layout
 from vlmcourse.planner.degrees import check_shape_divides, choose_split
 from vlmcourse.planner.schedules import stages_of_rank
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.presets import VLMShape
+from vlmcourse.strategies import DEEPSPEED, SHARDED
 
 
 @dataclass(frozen=True, kw_only=True)

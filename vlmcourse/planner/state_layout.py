@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vlmcourse.layout import DEEPSPEED
 from vlmcourse.planner.memory import StateBytes, estimate_state_bytes
+from vlmcourse.strategies import DEEPSPEED
 
 ZERO_STAGES = {"single": 0, "ddp": 0, "accelerate-ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, **DEEPSPEED}
 """Strategy -> the stage of ZeRO that it carries out."""

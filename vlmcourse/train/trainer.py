@@ -23,7 +23,7 @@ from vlmcourse.data import build_dataset
 from vlmcourse.data.collate import Collator
 from vlmcourse.data.samples import Batch, Sample
 from vlmcourse.data.tokenizer import load_tokenizer
-from vlmcourse.layout import DEEPSPEED, SHARDED, sequence_multiple
+from vlmcourse.layout import sequence_multiple
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.models.vlm import VLM, build_model
 from vlmcourse.parallel.adaptive import AdaptivePipelineScheduler
@@ -41,6 +41,7 @@ from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.planner.degrees import settle
 from vlmcourse.presets import get_model
+from vlmcourse.strategies import DEEPSPEED, SHARDED
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients, explain_nonfinite
 from vlmcourse.train.activations import plan_activations
 from vlmcourse.train.batches import build_sampler, load_micro_batches

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.monitor.live_run import LiveRun, find_run_problem
-from vlmcourse.monitor.run_view import FINISHED, STOPPED, RankView, RunView, list_remarks
+from vlmcourse.monitor.run_view import FINISHED, STOPPED, RankView, RunView, list_facts, list_remarks
 from vlmcourse.planner.offload_cost import show_bytes
 
 EVERY_S = 0.5
@@ -86,17 +86,8 @@ def draw_view(view: RunView) -> Group:
 
 
 def _head(view: RunView) -> Text:
-    facts = [f"step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
-    if view.losses:
-        facts.append(f"loss {view.losses[-1][1]:.4f}")
-    if view.tokens_per_s:
-        facts.append(f"{view.tokens_per_s[-1][1]:,.0f} tokens/s")
-    if view.running_s is not None:
-        facts.append(f"{view.running_s:.0f} s")
-    if view.last_event:
-        facts.append(f"last {view.last_event}")
     state = "waiting for its first step" if view.state == "waiting" else view.state
-    return Text.assemble((view.folder, "bold"), f": {state}, {', '.join(facts)}")
+    return Text.assemble((view.folder, "bold"), f": {state}, {', '.join(list_facts(view))}")
 
 
 def _table(view: RunView) -> Table:

@@ -201,6 +201,20 @@ def find_owners(row: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def list_facts(view: RunView) -> list[str]:
+    """Say in a few words each how far the run is: step, loss, tokens per second, time, what it did last."""
+    facts = [f"step {view.step}" + (f" of {view.num_steps}" if view.num_steps else "")]
+    if view.losses:
+        facts.append(f"loss {view.losses[-1][1]:.4f}")
+    if view.tokens_per_s:
+        facts.append(f"{view.tokens_per_s[-1][1]:,.0f} tokens/s")
+    if view.running_s is not None:
+        facts.append(f"{view.running_s:.0f} s")
+    if view.last_event:
+        facts.append(f"last {view.last_event}")
+    return facts
+
+
 def list_remarks(view: RunView) -> list[str]:
     """Say in sentences what a person should look at: how the run stands, who is slow, behind or silent."""
     said = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from vlmcourse.colours import COLOURS, PHASE_COLOURS
-from vlmcourse.monitor.run_view import RankView, RunView, list_remarks
+from vlmcourse.monitor.run_view import RankView, RunView, list_facts, list_remarks
 from vlmcourse.planner.offload_cost import show_bytes
 
 WIDTH, CHART_HEIGHT, ROW, TOP = 760, 132, 22, 26
@@ -64,20 +64,10 @@ def draw_run(view: RunView, heading: str = "") -> str:
 
 
 def _facts(view: RunView) -> str:
-    facts = []
-    if view.step:
-        facts.append(f"step {view.step}" + (f" of {view.num_steps}" if view.num_steps else ""))
+    facts = list_facts(view)
     if view.world_size:
-        facts.append(f"{view.world_size} rank{'s' if view.world_size != 1 else ''}")
-    if view.losses:
-        facts.append(f"loss {view.losses[-1][1]:.4f}")
-    if view.tokens_per_s:
-        facts.append(f"{view.tokens_per_s[-1][1]:,.0f} tokens/s")
-    if view.running_s is not None:
-        facts.append(f"{view.running_s:.0f} s")
-    if view.last_event:
-        facts.append(f"last {escape(view.last_event)}")
-    return " · ".join(facts)
+        facts.insert(1, f"{view.world_size} rank{'s' if view.world_size != 1 else ''}")
+    return " · ".join(map(escape, facts))
 
 
 def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:

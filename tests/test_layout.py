@@ -74,6 +74,7 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(config: ParallelConfig, wo
     ("parallel", "words"),
     [
         ({"strategy": "dpp"}, "did you mean 'ddp'"),
+        ({"strategy": "ZeRO-3"}, "it is called 'fsdp', or 'zero3'"),
         ({"strategy": "deepspeed"}, "add its stage, 'deepspeed-zero0' to 'deepspeed-zero3'"),
         ({"strategy": "accelerate-zero3"}, "it is called 'accelerate-deepspeed-zero3'"),
         ({"strategy": "deepspeed-zero4"}, "did you mean 'deepspeed-zero0' or .* or 'deepspeed-zero3'"),

@@ -320,6 +320,7 @@ def test_a_decision_shows_its_path_question_by_question():
             "pp=1, dp_shard=4:",
         ),
         ({"dp_replicate": 2, "dp_shard": 2, "precision": "fp32"}, "", "dp_replicate=1, dp_shard=4,"),
+        ({"dp_shard": 1, "precision": "fp32", "activation_checkpointing": False}, "", "offloads on one rank: "),
         ({"dp_shard": 1, "tp": 4, "zero_stage": 0}, DOES_NOT_FIT, "'deepspeed-zero3' would with tp=1, dp_shard=4,"),
     ],
 )

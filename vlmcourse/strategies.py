@@ -15,6 +15,7 @@ STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "auto", *ENGINE
 PAPER_NAMES = {"zero3": "fsdp"}
 """Strategies by the name that the paper gives them -> what they are here: `ParallelConfig` takes both."""
 OTHER_NAMES = {
+    **dict.fromkeys(("ZeRO3", "ZeRO-3", "zero-3", "zero_3"), "it is called 'fsdp', or 'zero3'"),
     "deepspeed": "add its stage, 'deepspeed-zero0' to 'deepspeed-zero3'",
     **{f"accelerate-zero{stage}": f"it is called {name!r}" for name, stage in ACCELERATE_DEEPSPEED.items()},
 }

@@ -32,7 +32,7 @@ from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.parallel.sync import is_engine
 from vlmcourse.planner.state_layout import ZERO_STAGES, Groups, estimate_fp32_state
 from vlmcourse.presets import VLMShape, get_model
-from vlmcourse.strategies import DEEPSPEED
+from vlmcourse.strategies import DEEPSPEED, PAPER_NAMES
 from vlmcourse.train.optimizer import build_optimizer
 from vlmcourse.train.trainer import Trainer
 
@@ -45,7 +45,7 @@ EVERY_STAGE = tuple(name for name in ZERO_STAGES if name != "single")
 
 def tiny_config(strategy: str, deepspeed_config: str = "") -> TrainConfig:
     """Return a short fp32 run of the tiny model under a strategy; with "+cpu" at its end it offloads (fsdp all)."""
-    strategy, offloads = strategy.removesuffix(OFFLOADED), strategy.endswith(OFFLOADED)
+    strategy, offloads = _strategy_of(strategy), strategy.endswith(OFFLOADED)
     offload = {"optimizer": "cpu", "parameters": "cpu" if strategy == "fsdp" else "none"} if offloads else {}
     parallel = {"strategy": strategy} | ({"deepspeed_config": deepspeed_config} if deepspeed_config else {})
     train = {"num_steps": 100, "micro_batch_size": 2}
@@ -179,7 +179,8 @@ def _say_why_not(name: str, ranks: Ranks) -> str:
 
 def _strategy_of(name: str) -> str:
     """Return what the configuration calls it."""
-    return name.partition(",")[0].removesuffix(OFFLOADED)
+    plain = name.partition(",")[0].removesuffix(OFFLOADED)
+    return PAPER_NAMES.get(plain, plain)
 
 
 def _measure_stage(name: str, units: Units, ranks: Ranks, *, with_peaks: bool) -> tuple[StateRow, TrafficRow]:

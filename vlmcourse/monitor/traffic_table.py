@@ -85,8 +85,8 @@ def explain_traffic(units: Units, strategy: str, num_ranks: int, *, frees: bool 
         found.append(TrafficDifference(3 * filling_sent, reason))
     if DEEPSPEED.get(strategy) == 3 and not frees:
         reason = (
-            "weights are not gathered again for backward: they are used again within stage3_max_reuse_distance, and "
-            "fewer than stage3_max_live_parameters, so they stayed whole"
+            "weights are not gathered again for backward: they are used again within stage3_max_reuse_distance, or are "
+            "fewer than stage3_max_live_parameters, and either keeps them whole"
         )
         found.append(TrafficDifference(-once - filling_sent, reason))
     if strategy in ("zero2", "fsdp"):

@@ -32,7 +32,9 @@ def find_strategies(plan: Plan, level: str, *, in_files: bool = False) -> tuple[
         in_files: whether the state lies in files, and not in main memory.
     """
     precisions = [name for name, recipe in TRAINED.items() if recipe == plan.recipe]
-    if plan.dp_replicate > 1 or not precisions:  # 'hsdp' alone has groups that each hold a copy, and moves nothing
+    if plan.num_ranks < 2 or not precisions:  # what offloads shares its state between ranks
+        return ()
+    if plan.dp_replicate > 1:  # 'hsdp' alone has groups that each hold a copy, and moves nothing
         return ()
     place = "nvme" if in_files else "cpu"
     tables: dict[str, dict[str, Any]] = {
@@ -68,6 +70,8 @@ def describe_runs(plan: Plan, level: str, *, in_files: bool = False) -> str:
     """
     if level == "none" or find_strategies(plan, level, in_files=in_files):
         return ""
+    if plan.num_ranks < 2:
+        return "No strategy here offloads on one rank: each of them shares the state between 2 or more."
     flat = {"tp": 1, "pp": 1, "vision_tp": 1, "dp_replicate": 1, "dp_shard": plan.num_ranks}
     whole = {"activation_checkpointing": False, "recompute_vision": "", "recompute_language": ""}
     precisions = ({}, {"precision": "bf16_autocast"}, {"precision": "fp32"})

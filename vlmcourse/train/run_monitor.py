@@ -110,7 +110,7 @@ class RunMonitor:
         record: dict[str, Any] = {"step": step, "start_s": start_s, "world_size": self.ranks.world_size}
         record["data_cpu_s"] = self._loading_cpu_s
         record["cpu_percent"] = 100 * (time.process_time() - cpu_s) / wall_s if wall_s > 0 else None
-        self._untimed.append(record | count_work(batches) | self._memory())
+        self._untimed.append(record | count_contents(batches) | self._memory())
         self._write_known()
 
     @contextmanager
@@ -146,7 +146,7 @@ class RunMonitor:
         return found
 
 
-def count_work(batches: Sequence[Batch]) -> dict[str, int]:
+def count_contents(batches: Sequence[Batch]) -> dict[str, int]:
     """Return what micro-batches on CPU hold, by the names of `StepRecord`; mute ones hold padding only."""
     heard = [batch for batch in batches if not batch.is_mute]
     image = sum(batch.num_visual_tokens for batch in heard)

@@ -24,7 +24,16 @@ from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
 from vlmcourse.monitor.peak import Peak, find_peak
 from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
-from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
+from vlmcourse.monitor.step_log import (
+    RESUME,
+    EventRecord,
+    RankLog,
+    StepLogWriter,
+    StepRecord,
+    common_steps,
+    read_step_log,
+    steps_after_resume,
+)
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.precision_rules import PRECISIONS
@@ -179,23 +188,29 @@ def test_a_log_is_read_up_to_its_last_whole_line_and_goes_on_after_a_checkpoint(
     for record in records:
         writer.write(record)
     event = EventRecord(event="checkpoint", step=2, start_s=2.5, seconds=0.25)
+    dropped = EventRecord(event="log", step=3, start_s=3.5, seconds=0.25)
     writer.write(event)
+    writer.write(dropped)
     path = tmp_path / "steps" / "rank0000.jsonl"
     lines = path.read_text().splitlines()  # before the file is closed
     assert json.loads(lines[0]) == {"step": 1, "start_s": 1.0, "step_s": 0.5, "samples": 3}
     with path.open("a") as file:
         file.write('{"step": 4, "start_s": 4.0, "ste')
     (log,) = read_step_log(tmp_path).values()
-    assert [record.step for record in log.steps] == [1, 2, 3] and log.events == [event]
+    assert [record.step for record in log.steps] == [1, 2, 3] and log.events == [event, dropped]
     writer.close()
+    began_s = time.time()
     writer = StepLogWriter(tmp_path, 0, keep_until_step=2)
     writer.write(StepRecord(step=3, start_s=9.0, step_s=0.5))
     writer.close()
     (log,) = read_step_log(tmp_path).values()
     assert [(record.step, record.start_s) for record in log.steps] == [(1, 1.0), (2, 2.0), (3, 9.0)]
-    assert log.events == [event]
+    assert log.events[0] == event and [(e.event, e.step, e.seconds) for e in log.events[1:]] == [(RESUME, 2, 0.0)]
+    assert began_s <= log.events[1].start_s <= time.time()
+    assert steps_after_resume(log.events, 0) == {2} and steps_after_resume(log.events, 2) == {2, 3, 4}
     StepLogWriter(tmp_path, 0).close()
-    assert read_step_log(tmp_path)[0].steps == []
+    assert read_step_log(tmp_path)[0] == RankLog([], [])
+    assert [path.name for path in path.parent.iterdir()] == ["rank0000.jsonl"]
 
 
 def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) -> None:
@@ -207,6 +222,28 @@ def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) ->
         **dict.fromkeys((1, 2), [0, 1, 2]),
         **dict.fromkeys((3, 4), [0, 1]),
     }
+
+
+def test_steps_made_again_on_fewer_ranks_count_without_what_the_lost_ranks_had_of_them(tmp_path: Path) -> None:
+    """4 ranks were killed in step 7 and went on from step 3 on 2, then from step 5 on 3; nobody cut ranks 2 and 3."""
+    for rank in range(4):
+        writer = StepLogWriter(tmp_path, rank)
+        runs = [(1, 7, 4, 0.0)]
+        runs += [(4, 8, 2, 100.0)] if rank < 2 else []
+        runs += [(6, 9, 3, 200.0)] if rank < 3 else []
+        for first, last, size, start_s in runs:
+            writer.close()
+            writer = StepLogWriter(tmp_path, rank, keep_until_step=first - 1)
+            for step in range(first, last + 1):
+                writer.write(StepRecord(step=step, start_s=start_s + step, step_s=1.0, world_size=size))
+        writer.close()
+    steps = common_steps(read_step_log(tmp_path))
+    assert {step: list(ranks) for step, ranks in steps.items()} == {
+        **dict.fromkeys((1, 2, 3), [0, 1, 2, 3]),
+        **dict.fromkeys((4, 5), [0, 1]),
+        **dict.fromkeys((6, 7, 8, 9), [0, 1, 2]),
+    }
+    assert all(record.start_s > 100 for step in (4, 5) for record in steps[step].values())
 
 
 @pytest.mark.parametrize(

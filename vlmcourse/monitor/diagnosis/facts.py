@@ -16,7 +16,9 @@ from typing import Any
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.layout import find_layout
+from vlmcourse.monitor.diagnosis.profile_files import Profiled, find_disturbed, read_profile
 from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, PAUSE_FACTOR, WARMUP_STEPS
+from vlmcourse.monitor.profile_summary import TraceSummary
 from vlmcourse.monitor.step_log import EventRecord, StepRecord, common_steps, read_step_log
 from vlmcourse.planner.flops import TOWERS, StepFlops, Work, count_step_flops
 from vlmcourse.presets import VLMShape, get_model
@@ -41,6 +43,13 @@ class RunFacts:
     events: dict[int, list[EventRecord]]
     """By rank, those of the same steps."""
     notes: list[str]
+    profiled: Profiled | None = None
+    """What a profiler recorded; its steps are none of `steps` where enough others are there."""
+
+    @property
+    def profile(self) -> TraceSummary | None:
+        """What the traces of a profiled run say."""
+        return self.profiled.summary if self.profiled is not None else None
 
     @property
     def ranks(self) -> list[int]:
@@ -59,8 +68,10 @@ class RunFacts:
 
     @cached_property
     def noise(self) -> float:
-        """What the ranks' computing differs by from step to step: half of what lies between the 10th and the 90th
-        percentile, over the median. Steps of other work differ too, so it is an upper bound for equal steps."""
+        """What the ranks' computing differs by from step to step: half its 10th to 90th percentile, over the median.
+
+        Steps of other work differ too, so it is an upper bound for equal ones.
+        """
         own_s = [mean(compute_s(record) for record in ranks.values()) for ranks in self.steps.values()]
         tenths = quantiles(own_s, n=10, method="inclusive")
         return min(1.0, (tenths[-1] - tenths[0]) / 2 / median(own_s)) if median(own_s) > 0 else 0.0
@@ -148,10 +159,14 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
             f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
             f"{MIN_STEPS} to look at and one that ends them; wait, or make a run with train.num_steps = 20"
         )
+    config, shape = _read_config(folder, notes)
+    profiled = read_profile(folder, written, logs, notes)
+    cycles_s = _without_profiler(
+        cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(written)), notes
+    )
     cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
     kept = {step: steps[step] for step in cycles_s}
     ranks = next(iter(kept.values()))
-    config, shape = _read_config(folder, notes)
     return RunFacts(
         folder=folder,
         config=config,
@@ -162,7 +177,28 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
         cycles_s=cycles_s,
         events={rank: [event for event in logs[rank].events if event.step in kept] for rank in ranks},
         notes=notes,
+        profiled=profiled,
     )
+
+
+def _without_profiler(
+    cycles_s: dict[int, dict[int, float]], disturbed: range, notes: list[str]
+) -> dict[int, dict[int, float]]:
+    """Leave out the steps in which a profiler was on and what it wrote after them, if enough others are there."""
+    hit = [step for step in cycles_s if step in disturbed]
+    if not hit:
+        return cycles_s
+    kept = {step: cycles for step, cycles in cycles_s.items() if step not in hit}
+    which = f"{len(hit)} steps ({hit[0]} to {hit[-1]})"
+    if len(kept) < MIN_STEPS:
+        notes.append(
+            f"the profiler was on in {which} of the {len(cycles_s)} that are looked at: they took longer for it, "
+            "and what "
+            "it wrote after them counts as callbacks; make more steps"
+        )
+        return cycles_s
+    notes.append(f"{which} are left out of the step log's numbers: the profiler was on, which takes time")
+    return kept
 
 
 def _latest(steps: dict[int, dict[int, StepRecord]]) -> dict[int, dict[int, StepRecord]]:

@@ -106,6 +106,9 @@ def _shares(facts: RunFacts) -> dict[str, float]:
     parts = {name: mean(facts.sums(lambda r, n=name: getattr(r, f"{n}_s")).values()) for name in PARTS}
     events = {kind: mean(facts.event_seconds(kind).values()) for kind in ("checkpoint", "evaluation", "log")}
     gaps = mean(facts.gap_seconds().values())
+    untold = mean(facts.sums(lambda record: record.step_s).values()) - sum(parts.values())
     seconds = {**parts, **events, "between steps": gaps}
+    if untold > SEEN_SHARE * facts.wall_s:  # an older version's log, or another's
+        seconds["not told"] = untold
     total_s = sum(seconds.values())
     return {name: value / total_s for name, value in seconds.items()}

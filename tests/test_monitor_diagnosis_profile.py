@@ -35,10 +35,10 @@ STEPS = (4, 5)
 
 def rank_time(rank: int, step_s: float = 0.1, **changes: Any) -> RankTime:
     """What a rank of `made_up_logs.USUAL` does in two steps, exposed 4 ms and stalled 2 ms of 100 each."""
-    parts = {"exposed_s": 0.008, "stall_s": 0.004, "idle_s": 0.02, "communication_s": 0.02} | changes
+    parts: dict[str, Any] = {"exposed_s": 0.008, "stall_s": 0.004, "idle_s": 0.02, "communication_s": 0.02} | changes
     seconds = 2 * step_s
     compute_s = seconds - parts["exposed_s"] - parts["stall_s"] - parts["idle_s"]
-    counts = {"num_operators": 4000, "operators_s": 0.02, "num_short": 3800}
+    counts: dict[str, Any] = {"num_operators": 4000, "operators_s": 0.02, "num_short": 3800}
     return RankTime(rank=rank, compute_s=compute_s, seconds=seconds, **counts | parts)
 
 
@@ -277,15 +277,19 @@ def test_the_command_prints_the_profile_and_json_holds_it(tmp_path: Path, capsys
 
 
 def test_fixes_say_how_far_off_they_may_be(tmp_path: Path) -> None:
-    steady = only(diagnose(write_log(tmp_path / "steady", lambda rank, step: {"data_wait_s": 0.1}))).fixes[0]
-    assert steady.uncertainty_share == pytest.approx(0) and steady.saved_share == pytest.approx(0.1 / 0.198)
+    between = lambda rank, step: ("nothing", 0.1)  # noqa: E731
+    steady = only(diagnose(write_log(tmp_path / "steady", between=between))).fixes[0]
+    assert steady.uncertainty_share == pytest.approx(0) and steady.saved_share == pytest.approx(0.5)
     assert steady.gain_range == pytest.approx((steady.gain_fraction, steady.gain_fraction))
     # Computing alternates between 74 and 114 ms: half of the difference over the mean, of what the fix leaves.
-    noisy = lambda rank, step: {"data_wait_s": 0.1, "forward_s": 0.01 + 0.04 * (step % 2)}  # noqa: E731
-    fix = only(diagnose(write_log(tmp_path / "noisy", noisy))).fixes[0]
+    noisy = lambda rank, step: {"forward_s": 0.01 + 0.04 * (step % 2)}  # noqa: E731
+    fix = only(diagnose(write_log(tmp_path / "noisy", noisy, between=between))).fixes[0]
     assert fix.uncertainty_share == pytest.approx(0.02 / 0.094 * (1 - fix.saved_share))
     low, high = fix.gain_range
     assert low < fix.gain_fraction < high
+    shared = lambda rank, step: {"cpu_percent": 30.0}  # noqa: E731
+    loaded = only(diagnose(write_log(tmp_path / "loaded", shared, between=between))).fixes[0]
+    assert loaded.uncertainty_share == pytest.approx(thresholds.SHARED_CORE_NOISE * (1 - loaded.saved_share))
     waits = lambda rank, step: {"communication_s": 0.1}  # noqa: E731
     modelled = only(diagnose(write_log(tmp_path / "modelled", waits))).fixes[0]
     error = thresholds.MODEL_ERRORS["communication"]

@@ -65,14 +65,18 @@ PCIE_BYTES_PER_S = 25e9
 
 MODEL_ERRORS = {
     "pipeline_bubble": 1.0,
-    "small_kernels": 0.3,
+    "small_kernels": 0.5,
     "recomputation": 0.5,
-    "imbalance": 0.3,
-    "communication": 0.3,
+    "imbalance": 0.5,
+    "communication": 0.5,
+    "data_loading": 0.2,
     "slow_rank": 0.2,
 }
 """How far off the time that a fix of a cause removes may be, as a part of it, besides what steps differ by anyway; that
 of the others is measured. By what was found when the fixes were applied: bench/fix_gains.md."""
+SHARED_CORE_SLOWDOWN, SHARED_CORE_NOISE = 1.5, 0.11
+"""A process that waits so much longer for its core than it computes shares it; two equal runs then differ by this part
+at least, however even the steps of one of them are."""
 PROFILE_TOLERANCE = MIN_SHARE
 """A profile and the step log disagree if their shares of the time differ by more than what is worth a person's time."""
 

@@ -114,7 +114,6 @@ def test_ranks_learn_each_others_kinds_with_the_first_row_that_has_them(monkeypa
 
     def row(*sums: dict[str, tuple[float, float]]) -> dict[str, float | None]:
         for losses, mine in zip(both, sums, strict=True):
-            losses.begin()
             losses._mine = mine
         named = [[*losses._known, *losses._mine] for losses in both]
 
@@ -134,7 +133,7 @@ def test_ranks_learn_each_others_kinds_with_the_first_row_that_has_them(monkeypa
         return both[0].means([losses.numbers() for losses in both], two)
 
     assert row({}, {}) == {} and exchanges == []
-    assert row({"b": (4.0, 2.0)}, {"a": (9.0, 3.0), "b": (2.0, 1.0)}) == {"loss/a": 3.0, "loss/b": 2.0}
+    assert row({"b": (4.0, 2.0)}, {"a": (9.0, 3.0), "b": (2.0, 4.0)}) == {"loss/a": 3.0, "loss/b": 1.0}
     assert exchanges == ["names", "numbers"]
     assert row({}, {"a": (8.0, 2.0)}) == {"loss/a": 4.0} and len(exchanges) == 2
     assert row({"c": (1.0, 1.0)}, {}) == {"loss/c": 1.0} and len(exchanges) == 4

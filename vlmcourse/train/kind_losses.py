@@ -34,19 +34,14 @@ class KindLosses:
         self._known: tuple[str, ...] = ()
         self._mine: Sums = {}
 
-    def begin(self) -> None:
-        """Forget the step before."""
-        self._mine = {}
-
     def add(self, batches: Sequence[Batch], rows: LossRows) -> None:
-        """Add up a step's losses.
+        """Add up the losses of a step, in the place of those of the step before.
 
         Args:
             batches: of the step, on CPU.
             rows: of the same micro-batches in the same order; empty on a stage of a pipeline that sees no loss.
         """
-        if rows.found:
-            self._mine = sum_by_kind(batches, rows)
+        self._mine = sum_by_kind(batches, rows) if rows.found else {}
 
     def numbers(self) -> dict[str, float]:
         """Return what this rank tells the others; the names are the same on all of them."""

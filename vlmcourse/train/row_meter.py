@@ -82,7 +82,6 @@ class RowMeter:
         """Begin a step; `is_due` if a row will be about it, so that its losses are kept by token."""
         self.loss_rows.is_open, self.loss_rows.found = is_due, []
         self._tower_squares, self._kinds, self._owners = {}, {}, {}
-        self._answer_kinds.begin()
 
     def see_gradients(self, model: nn.Module, optimizer: Any) -> None:
         """Look at the gradients of a step that is due, after their exchange and before clipping."""

@@ -223,7 +223,8 @@ def sum_by_input(batches: Sequence[Batch], rows: LossRows) -> Numbers:
     found = {f"{what} {kind}": 0.0 for what in ("loss", "weight") for kind in ("vision", "language")}
     if not rows.found:
         return found
-    losses, weights = (torch.cat([row[i].double().sum(dim=1) for row in rows.found]).tolist() for i in (0, 1))
+    losses = torch.cat([row.losses_BS.double().sum(dim=1) for row in rows.found]).tolist()
+    weights = torch.cat([row.weights_BS.double().sum(dim=1) for row in rows.found]).tolist()
     tiles = [count for batch in batches for count in batch.tiles_per_sample]
     for loss, weight, num_tiles in zip(losses, weights, tiles, strict=True):
         kind = "vision" if num_tiles else "language"

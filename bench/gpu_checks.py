@@ -598,6 +598,12 @@ def check_profile(strategy: str, nproc: int) -> str:
         assert bool(sent) == (nproc > 1), f"{len(sent)} kernels of NCCL on {nproc} rank(s)"
     summary = summarise(trace)
     assert all(0 <= of.exposed_s <= of.communication_s for of in summary.ranks), summary
+    assert summary.on_gpu and all(of.num_operators > of.num_short >= 0 for of in summary.ranks), (
+        "kernels are not counted"
+    )
+    for of in summary.ranks:  # each step's samples go to the GPU, which is what a diagnosis reads of copies
+        up = [copy for copy in of.copies if copy.direction == "HtoD"]
+        assert up and up[0].num_bytes > 0 and 0 <= up[0].exposed_s <= up[0].seconds, of.copies
     return str(summary)
 
 

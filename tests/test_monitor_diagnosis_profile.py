@@ -189,6 +189,7 @@ def test_steps_with_the_profiler_on_are_left_out_or_said_to_be_in(tmp_path: Path
     assert noted(found, "3 steps (3 to 5) are left out")
     unwritten = diagnose(write(tmp_path / "unwritten", 23, config))
     assert unwritten.is_healthy and unwritten.step_s == pytest.approx(0.1), "the settings say which steps"
+    assert noted(unwritten, "3 steps (3 to 5) are left out")
     short = diagnose(add_profile(write(tmp_path / "short", 9, config)))
     assert short.cause == "callbacks" and noted(short, "the profiler was on in 3 steps (3 to 5) of the 6")
 

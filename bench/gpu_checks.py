@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+from vlmcourse.data.questions import KINDS
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.diagnosis import diagnose
@@ -133,6 +134,8 @@ def check_step_clock(strategy: str, nproc: int) -> str:
     row = result["rows"][-1]
     peak = find_peak(torch.device("cuda", 0), "fp32")
     assert ("performance/mfu" in row) == (peak is not None) and row["memory/peak_reserved_gib"] > 0, row
+    kinds = [row[f"loss/{kind.name}"] for kind in KINDS]  # every answer of the digits has a kind
+    assert min(kinds) <= row["loss/total"] <= max(kinds), row
     # The clock's events and the log's wall clock must tell of the same steps.
     warm = result["steps"][0][5:]
     event_ms = 1e3 * fmean(record.step_s for record in warm)

@@ -152,7 +152,7 @@ def test_where_a_wait_is_between_streams_communication_is_absent_and_not_zero() 
 
 def test_waits_of_other_threads_are_not_the_steps() -> None:
     clock, calls = StepClock(), []
-    watched = waits._counted(lambda: calls.append(1), clock)
+    watched = waits._counted(lambda: calls.append(1), [clock])
     with clock.step(), mock.patch.object(clock, "phase", side_effect=clock.phase) as phase:
         thread = threading.Thread(target=watched)
         thread.start()
@@ -163,11 +163,90 @@ def test_waits_of_other_threads_are_not_the_steps() -> None:
     assert calls == [1, 1]
 
 
-def test_what_is_watched_is_put_back() -> None:
-    before = dist.Work.wait, waits.functional.wait_tensor
-    with mock.patch.object(dist, "is_initialized", lambda: True), waits.watch_waits(StepClock()):
-        assert dist.Work.wait is not before[0] and waits.functional.wait_tensor is not before[1]
-    assert (dist.Work.wait, waits.functional.wait_tensor) == before
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Let waits be watched without a process group; return the functions as they are before."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    return dist.Work.wait, waits.functional.wait_tensor
+
+
+def functions_now() -> tuple[Any, Any]:
+    return dist.Work.wait, waits.functional.wait_tensor
+
+
+def test_what_is_watched_is_put_back_even_after_an_error(watching: tuple[Any, Any]) -> None:
+    with waits.watch_waits(StepClock()):
+        assert not any(now is before for now, before in zip(functions_now(), watching, strict=True))
+    assert functions_now() == watching
+    with pytest.raises(ZeroDivisionError), waits.watch_waits(StepClock()):
+        raise ZeroDivisionError
+    assert functions_now() == watching
+    with (
+        mock.patch.object(waits, "functional", object()),  # the second place cannot be watched
+        pytest.raises(AttributeError),
+        waits.watch_waits(StepClock()),
+    ):
+        pass
+    assert functions_now() == watching and not waits._watched
+
+
+def test_clocks_may_come_and_go_in_any_order(watching: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime(monkeypatch)
+    monkeypatch.setattr(waits.functional, "wait_tensor", lambda seconds: fake.pass_s(seconds))
+    before = functions_now()
+    first, second = StepClock(), StepClock()
+    with first.step(), second.step():
+        outer, inner = waits.watch_waits(first), waits.watch_waits(second)
+        outer.__enter__()
+        waits.functional.wait_tensor(1)
+        inner.__enter__()
+        waits.functional.wait_tensor(2)
+        outer.__exit__(None, None, None)  # the one that came first leaves first
+        waits.functional.wait_tensor(4)
+        inner.__exit__(None, None, None)
+        assert functions_now() == before
+        waits.functional.wait_tensor(8)
+    assert [clock.take()[0].communication_s for clock in (first, second)] == [3, 6]
+
+
+def test_threads_that_watch_leave_nothing_behind(watching: tuple[Any, Any]) -> None:
+    def watch() -> None:
+        for _ in range(50):
+            with waits.watch_waits(StepClock()):
+                pass
+
+    threads = [threading.Thread(target=watch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert functions_now() == watching and not waits._watched
+
+
+def test_what_others_have_replaced_meanwhile_is_theirs(
+    watching: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs() -> None: ...
+
+    with waits.watch_waits(StepClock()):
+        monkeypatch.setattr(waits.functional, "wait_tensor", theirs)
+    assert waits.functional.wait_tensor is theirs and dist.Work.wait is watching[0]
+    monkeypatch.setattr(waits.functional, "wait_tensor", watching[1])
+
+
+def test_an_error_in_a_wait_ends_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+
+    def fail() -> None:
+        fake.pass_s(1)
+        raise ZeroDivisionError
+
+    with clock.step():
+        with pytest.raises(ZeroDivisionError):
+            waits._counted(fail, [clock])()
+        fake.pass_s(2)
+    (times,) = clock.take()
+    assert (times.communication_s, times.other_s) == (1, 2)
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------

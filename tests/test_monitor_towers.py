@@ -20,7 +20,7 @@ ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), ba
 def test_an_update_is_what_the_weights_changed_by(
     precision: str, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(towers, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(towers.CHUNK_ELEMENTS, "cpu", chunk_elements)
     config = parity_config("single", 2, 1, "all towers")
     # A decay and an eps large enough to be seen.
     optimizer = dataclasses.replace(config.optimizer, weight_decay=5.0, eps=1e-3)

@@ -17,6 +17,7 @@ from parity import build_trainer, parity_config
 from ranks import run_worker
 from ranks_worker import config_in
 from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, config_of
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import parse_config
 from vlmcourse.monitor import peak, step_clock, step_log, waits
@@ -190,6 +191,32 @@ def test_what_is_watched_is_put_back_even_after_an_error(watching: tuple[Any, An
     assert functions_now() == watching and not waits._watched
 
 
+def test_on_a_gpu_the_calls_count_too_since_they_wait_in_the_stream(watching: tuple[Any, Any]) -> None:
+    names = [name for name in waits.CALLS if hasattr(dist, name)]
+    before = [getattr(dist, name) for name in names]
+    with waits.watch_waits(StepClock()):
+        assert [getattr(dist, name) for name in names] == before
+    with waits.watch_waits(StepClock(torch.device("cuda", 0))):
+        assert not any(getattr(dist, name) is function for name, function in zip(names, before, strict=True))
+    assert [getattr(dist, name) for name in names] == before and {"all_reduce", "broadcast"} <= set(names)
+
+
+@pytest.mark.parametrize(("kind", "tail_s"), [(DistributedDataParallel, 4), (torch.nn.Linear, 0)])
+def test_what_follows_the_last_gradient_is_the_tail_of_ddp_only(
+    kind: type[torch.nn.Module], tail_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda _: fake.pass_s(2))  # computing a gradient
+    with clock.step(), clock.phase("backward"):
+        loss = weight.sum()
+        step_clock.mark_tail(clock, object.__new__(kind), loss)
+        loss.backward()
+        fake.pass_s(4)  # DDP's own callback
+    (times,) = clock.take()
+    assert (times.communication_s, times.backward_s) == (tail_s, 6 - tail_s)
+
+
 def test_clocks_may_come_and_go_in_any_order(watching: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeTime(monkeypatch)
     monkeypatch.setattr(waits.functional, "wait_tensor", lambda seconds: fake.pass_s(seconds))
@@ -275,6 +302,16 @@ def test_a_log_is_read_up_to_its_last_whole_line_and_goes_on_after_a_checkpoint(
     assert log.events == [event]
     StepLogWriter(tmp_path, 0).close()
     assert read_step_log(tmp_path)[0].steps == []
+
+
+def test_of_a_step_that_was_made_twice_the_later_line_counts_and_own_work_leaves_waits_out(tmp_path: Path) -> None:
+    writer = StepLogWriter(tmp_path, 0)
+    for start_s in (1.0, 2.0):
+        writer.write(StepRecord(step=1, start_s=start_s, step_s=0.5, communication_s=0.125))
+    writer.close()
+    (record,) = read_step_log(tmp_path)[0].steps
+    assert record.start_s == 2 and record.own_s == 0.375
+    assert StepRecord(step=1, start_s=0.0, step_s=0.5).own_s is None
 
 
 def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) -> None:

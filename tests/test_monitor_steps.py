@@ -573,6 +573,13 @@ def test_a_peak_is_of_the_datasheet_or_measured_or_unknown(monkeypatch: pytest.M
     assert find_peak(torch.device("cpu"), "fp16") is None and set(peak.DTYPES) == set(PRECISIONS)
 
 
+def test_a_measured_peak_is_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths_s = [3.0, 2.0, 4.0, 2.5, 3.0, 3.0]
+    marks_s = iter([mark for i, length in enumerate(lengths_s) for mark in (10.0 * i, 10.0 * i + length)])
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(marks_s))
+    assert peak._measure_cpu.__wrapped__("fp32", 1).flop_per_s == 2 * 512**3 / 2.0
+
+
 def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:
     def rank(step_s: float, communication_s: float) -> dict[str, float]:
         return {"timed": 2.0, "step_s": step_s, "communication_s": communication_s}

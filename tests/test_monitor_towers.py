@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from parity import build_trainer, parity_config
 from vlmcourse.config import TOWERS
 from vlmcourse.monitor import towers
 from vlmcourse.monitor.towers import sum_gradient_squares, sum_update_squares
+from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
@@ -60,3 +63,20 @@ def test_an_update_is_what_the_weights_changed_by(
         assert sizes[tower] == pytest.approx(sum(float(after[name].square().sum()) for name in names), rel=1e-6)
         squares = [named[name].grad.double().square().sum() for name in names]  # type: ignore[union-attr]
         assert gradients[tower] == pytest.approx(float(sum(squares)), rel=1e-6)
+
+
+def test_a_piece_counts_once_however_many_ranks_hold_it_and_a_tied_copy_not_at_all() -> None:
+    weight, copy = (torch.nn.Parameter(torch.full((2,), 3.0)) for _ in range(2))
+    groups = [{"params": [weight, copy], "tower": "language"}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, weight_decay=0.0, eps=0.0)
+    weight.grad, copy.grad = (torch.full((2,), 1.0) for _ in range(2))
+    optimizer.step()  # Adam's first step is the rate, up or down
+    stage: Any = object.__new__(PipelinedModel)
+    vars(stage)["pipeline"] = SimpleNamespace(pp=2, tied_copy=copy)
+    # Four ranks: a plain model is on all of them, a stage of two on half of them.
+    for model, held_by, num_weights in ((torch.nn.Linear(1, 1), 4, 4), (stage, 2, 2)):
+        gradients = sum_gradient_squares(model, optimizer, world_size=4)
+        updates, weights = sum_update_squares(model, optimizer, world_size=4)
+        assert gradients == {"vision": 0, "projector": 0, "language": num_weights / held_by}
+        assert updates["language"] == pytest.approx(num_weights * 0.25 / held_by)
+        assert weights["language"] == pytest.approx(num_weights * 2.5**2 / held_by)

@@ -81,10 +81,10 @@ def test_real_work_is_of_heard_samples_and_executed_work_of_all_that_runs() -> N
 
 
 def test_losses_are_by_kind_of_their_own_sample() -> None:
-    rows = LossRows(found=[(torch.tensor([6.0, 1.0]), torch.tensor([3.0, 2.0])), (torch.tensor([5.0]), torch.ones(1))])
+    rows = LossRows(found=[(torch.tensor([6.0, 1.0]), torch.tensor([3.0, 2.0])), (torch.tensor([8.0]), torch.ones(1))])
     found = sum_by_kind(BATCHES[:2], rows)
-    assert found == {"loss vision": 6, "loss language": 6, "weight vision": 3, "weight language": 3}
-    assert row_meter._losses(found) == {"loss/vision": 2, "loss/language": 2}
+    assert found == {"loss vision": 6, "loss language": 9, "weight vision": 3, "weight language": 3}
+    assert row_meter._losses(found) == {"loss/vision": 2, "loss/language": 3}
     assert set(sum_by_kind(BATCHES, LossRows()).values()) == {0}
 
 

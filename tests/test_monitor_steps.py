@@ -374,6 +374,8 @@ def test_one_process_writes_every_step_with_its_work_and_events(tmp_path: Path) 
     assert [record.step for record in log.steps] == [1, 2, 3, 4]
     kinds = [(event.event, event.step) for event in log.events]
     assert kinds == [("log", 2), ("checkpoint", 3), ("checkpoint", 4), ("evaluation", 4), ("log", 4)]
+    ends_s = [record.start_s + record.step_s for record in log.steps]
+    assert all(event.start_s > ends_s[event.step - 1] - 1e-3 for event in log.events)  # two clocks
     for step, record in enumerate(log.steps):
         assert sum(getattr(record, part) for part in PARTS) == pytest.approx(record.step_s)
         assert record.communication_s == 0 and record.forward_s and record.backward_s and record.optimizer_s
@@ -388,14 +390,25 @@ def test_one_process_writes_every_step_with_its_work_and_events(tmp_path: Path) 
         assert began_s <= record.start_s <= record.start_s + record.step_s <= time.time()
 
 
-def test_a_slow_loader_is_data_wait(tmp_path: Path) -> None:
+def test_a_slow_loader_is_data_wait_and_an_event_lasts_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build_trainer(parity_config("single", 2, 1, "all towers"), ALONE, seed=0)
     load_step = trainer.load_step
     trainer.load_step = lambda step: (time.sleep(0.2), load_step(step))[1]  # type: ignore[method-assign]
+    began_s = time.process_time()
     trainer.train_step()
+    assert 0 < trainer.monitor._loading_cpu_s < time.process_time() - began_s
     times = trainer.monitor.last_times
     assert times is not None and times.data_wait_s >= 0.2
     assert times.step_s >= 0.2 + times.forward_s + times.backward_s
+    trainer.monitor.open(tmp_path, 0)
+    fake = FakeTime(monkeypatch)
+    with trainer.monitor.event("log", 1):
+        fake.pass_s(3)
+    trainer.monitor.close()
+    (event,) = read_step_log(tmp_path)[0].events
+    assert event.seconds == 3
 
 
 @pytest.fixture(scope="module")
@@ -544,6 +557,7 @@ def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
         parts = [row[f"performance/{phase}_seconds"] for phase in PHASES]
         assert sum(parts) == pytest.approx(row["performance/step_seconds"], rel=0.01)
         assert row["memory/peak_rss_gib"] > 0 and "memory/peak_allocated_gib" not in row
+        assert row["gradients/llm_norm"] > 0 and row["updates/llm_ratio"] > 0  # of step 3 too
         absent = [f"gradients/{TOWER_NAMES[tower]}_norm" for tower in freeze]
         assert not any(name in row for name in ("performance/slowest_rank", *absent))
 

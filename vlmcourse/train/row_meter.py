@@ -72,6 +72,7 @@ class RowMeter:
         self.loss_rows = LossRows()
         self.peak: Peak | None = None
         """Of this rank's device, once a row has asked for it."""
+        self._process = psutil.Process()
         self._window = Window()
         self._tower_squares: Numbers = {}
         self._kinds: Numbers = {}
@@ -165,7 +166,7 @@ class RowMeter:
             found["peak_allocated"] = float(torch.cuda.max_memory_allocated(self.ranks.device))
             found["peak_reserved"] = float(torch.cuda.max_memory_reserved(self.ranks.device))
         else:
-            found["peak_rss"] = float(max(measure_peak_bytes(self.ranks.device)[0], psutil.Process().memory_info().rss))
+            found["peak_rss"] = float(max(measure_peak_bytes(self.ranks.device)[0], self._process.memory_info().rss))
         return found | self._owners
 
     def _memory_names(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+from vlmcourse.data.questions import KINDS
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
 from vlmcourse.monitor.diagnosis import diagnose
@@ -133,6 +134,8 @@ def check_step_clock(strategy: str, nproc: int) -> str:
     row = result["rows"][-1]
     peak = find_peak(torch.device("cuda", 0), "fp32")
     assert ("performance/mfu" in row) == (peak is not None) and row["memory/peak_reserved_gib"] > 0, row
+    kinds = [row[f"loss/{kind.name}"] for kind in KINDS]  # every answer of the digits has a kind
+    assert min(kinds) <= row["loss/total"] <= max(kinds), row
     # The clock's events and the log's wall clock must tell of the same steps.
     warm = result["steps"][0][5:]
     event_ms = 1e3 * fmean(record.step_s for record in warm)
@@ -595,6 +598,12 @@ def check_profile(strategy: str, nproc: int) -> str:
         assert bool(sent) == (nproc > 1), f"{len(sent)} kernels of NCCL on {nproc} rank(s)"
     summary = summarise(trace)
     assert all(0 <= of.exposed_s <= of.communication_s for of in summary.ranks), summary
+    assert summary.on_gpu and all(of.num_operators > of.num_short >= 0 for of in summary.ranks), (
+        "kernels are not counted"
+    )
+    for of in summary.ranks:  # each step's samples go to the GPU, which is what a diagnosis reads of copies
+        up = [copy for copy in of.copies if copy.direction == "HtoD"]
+        assert up and up[0].num_bytes > 0 and 0 <= up[0].exposed_s <= up[0].seconds, of.copies
     return str(summary)
 
 

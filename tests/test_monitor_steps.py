@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -23,7 +24,7 @@ from vlmcourse.config import parse_config
 from vlmcourse.monitor import peak, step_clock, step_log, waits
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
-from vlmcourse.monitor.peak import Peak, find_peak
+from vlmcourse.monitor.peak import Peak, find_peak, find_run_peak
 from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
 from vlmcourse.monitor.step_log import (
     RESUME,
@@ -561,7 +562,7 @@ def test_bytes_by_owner_are_those_of_the_ledger_where_asked(tmp_path: Path, aske
 def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: list[str]
 ) -> None:
-    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: Peak(1e9, "said"))
+    monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: Peak(1e9, "said"))
     config = parse_config(
         {
             "run": {"output_dir": str(tmp_path)},
@@ -602,8 +603,10 @@ def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
 
 
 def test_a_machine_of_unknown_peak_has_no_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: None)
+    monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: None)
     (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["hardware"]["peak_flop_per_s"] is None and "no MFU" in about["hardware"]["peak_source"]
     assert "performance/mfu" not in row and "performance/hfu" not in row and row["performance/samples_per_second"] > 0
 
 
@@ -627,10 +630,66 @@ def test_a_peak_is_of_the_datasheet_or_measured_or_unknown(monkeypatch: pytest.M
 
 
 def test_a_measured_peak_is_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths_s = [3.0, 2.0, 4.0, 2.5, 3.0, 3.0]
-    marks_s = iter([mark for i, length in enumerate(lengths_s) for mark in (10.0 * i, 10.0 * i + length)])
-    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(marks_s))
-    assert peak._measure_cpu.__wrapped__("fp32", 1).flop_per_s == 2 * 512**3 / 2.0
+    """Products go on until their time is over, so that a busy moment, the first three here, does not lower the peak."""
+    lengths_s = iter([0.03, 0.05, 0.04, 0.002, 0.05, 0.05, 9.0])
+    now_s = 50.0
+
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        nonlocal now_s
+        now_s += next(lengths_s)
+
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(peak.torch, "mm", product)
+    for num_threads, side in ((1, 384), (2, 384), (8, 1152)):
+        lengths_s = iter([0.03, 0.05, 0.04, 0.002, 0.05, 0.05, 9.0])
+        found = peak._measure_cpu.__wrapped__("fp32", num_threads)
+        assert found.flop_per_s == pytest.approx(2 * side**3 / 0.002) and next(lengths_s) == 9.0
+    lengths_s = iter([1.0, 2.0, 0.5, 9.0])  # on a slow machine three will do
+    assert peak._measure_cpu.__wrapped__("fp32", 1).flop_per_s == pytest.approx(2 * 384**3 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([(10.0, 1, 2, 0, 7)], (10.0, 1)),
+        ([(10.0, 1, 2, 0, 7), (10.0, 1, 2, 1, 7)], (20.0, 2)),
+        ([(10.0, 1, 2, 0, 7), (5.0, 1, 2, 1, 7)], (20.0, 2)),  # rank 1 has measured in a busy moment
+        ([(10.0, 1, 2, i, 7) for i in range(4)], (20.0, 2)),  # two cores do no more for four ranks
+        ([(18.0, 2, 2, i, 7) for i in range(2)], (18.0, 2)),
+        ([(18.0, 4, 2, 0, 7)], (18.0, 2)),  # more threads than cores
+        ([(10.0, 1, 1, 0, 7), (10.0, 1, 1, 1, 8)], (20.0, 2)),  # each is bound to a core of its own
+        ([(10.0, 1, 2, i % 2, 7) for i in range(4)], (40.0, 4)),  # two machines
+        ([(10.0, 1, 2, 0, 7), (4.0, 1, 2, 0, 7)], (14.0, 2)),  # of which one is slower
+    ],
+)
+def test_ranks_together_do_no_more_than_their_cores(ranks: list[tuple[float, ...]], expected: tuple[float, int]) -> None:
+    assert peak.add_peaks([peak.RankPeak(*rank) for rank in ranks]) == pytest.approx(expected)
+
+
+def test_the_peak_of_a_run_is_of_all_ranks_and_unknown_if_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "find_peak", lambda device, precision: Peak(10.0, "said"))
+    monkeypatch.setattr(peak, "num_usable_cores", lambda: 8)
+    monkeypatch.setattr(peak.torch, "get_num_threads", lambda: 1)
+
+    def gather(mine: list[float], ranks: Ranks) -> list[list[float]]:
+        return [mine, [other, *mine[1:3], 1.0, mine[4]]]
+
+    monkeypatch.setattr(peak, "gather_numbers", gather)
+    for other, expected in ((10.0, 20.0), (30.0, 60.0), (float("nan"), None)):
+        found = peak.find_run_peak(ALONE, "fp32")
+        assert (found and found.flop_per_s) == expected
+        assert found is None or found.source == "said; 2 rank(s) on 2 core(s)"
+    gpus, other = dataclasses.replace(ALONE, device=torch.device("cuda", 0)), 30.0
+    assert peak.find_run_peak(gpus, "fp32") == Peak(40.0, "said; 2 rank(s)")  # two cards
+
+
+def test_a_run_says_what_its_utilisation_is_of(tmp_path: Path) -> None:
+    (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    found = find_run_peak(ALONE, "fp32")
+    assert found is not None and found.flop_per_s == about["hardware"]["peak_flop_per_s"] > 1e8
+    assert about["hardware"]["peak_source"].startswith("measured: best of the products of ") and row["performance/mfu"]
+    assert {"performance/mfu", "performance/hfu", "FLOPs"} == set(about["formulas"])
 
 
 def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:
@@ -638,5 +697,5 @@ def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step()
         return {"timed": 2.0, "step_s": step_s, "communication_s": communication_s}
 
     ranks = [rank(10, 8), rank(10, 2), rank(11, 7)]
-    assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 2.0}
+    assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 8 / 3}
     assert row_meter._spread([*ranks, rank(10, float("nan"))]) == {} and row_meter._spread(ranks[:1]) == {}

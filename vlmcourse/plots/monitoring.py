@@ -15,10 +15,9 @@ from matplotlib.ticker import MaxNLocator
 
 from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.monitor.step_log import RankLog
-from vlmcourse.plots.style import COLOURS, new_figure
+from vlmcourse.plots.style import COLOURS, HATCHES, new_figure
 
 PHASE_LABELS = {"data_wait": "waits for data", "communication": "waits for ranks"}
-PHASE_HATCHES = {"optimizer": "..", "communication": "//"}
 TOKEN_LOOKS = {
     "text": ("text", COLOURS["exact_match"], ""),
     "image": ("image", COLOURS["visual_tokens"], ".."),
@@ -64,7 +63,7 @@ def plot_phases(logs: Mapping[int, RankLog], first_step: int = 2, title: str = "
     for row, (_, log) in enumerate(sorted(logs.items())):
         begin_ms = 0.0
         for name, seconds in median_phases(log, first_step).items():
-            look = {"color": PHASE_COLOURS[name], "hatch": PHASE_HATCHES.get(name, "")}
+            look = {"color": PHASE_COLOURS[name], "hatch": HATCHES.get(name, "")}
             axes.barh(row, 1e3 * seconds, left=begin_ms, height=0.65, edgecolor="white", linewidth=0.6, **look)
             begin_ms += 1e3 * seconds
         longest_ms = max(longest_ms, begin_ms)
@@ -75,7 +74,7 @@ def plot_phases(logs: Mapping[int, RankLog], first_step: int = 2, title: str = "
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     handles = [
-        Patch(facecolor=colour, hatch=PHASE_HATCHES.get(name), edgecolor="white", label=PHASE_LABELS.get(name, name))
+        Patch(facecolor=colour, hatch=HATCHES.get(name), edgecolor="white", label=PHASE_LABELS.get(name, name))
         for name, colour in PHASE_COLOURS.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)

@@ -18,6 +18,7 @@ CHAPTER_OF = {
     "lab04_1": "ch04_checkpointing",
     "ex04_4": "ch05b_memory_engines",
     "lab05_1": "ch05_zero_offload",
+    "lab06_1": "ch06_monitoring",
 }
 
 

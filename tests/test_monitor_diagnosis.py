@@ -285,7 +285,13 @@ def test_a_bubble_is_no_straggler_and_its_fixes_know_the_longest_stage(tmp_path:
 
     found = diagnose(write_log(tmp_path, change, config=config))
     finding = only(found)
-    assert finding.cause == "pipeline_bubble" and "equal stages" in finding.fixes[0].what
+    assert finding.cause == "pipeline_bubble" and "data-parallel" in finding.fixes[0].what
+    equal, longest = finding.fixes[1:]
+    assert "equal stages" in equal.what and "equal stages" not in longest.what
+    # Two more than now start 500 operations a stage each; eight in all would have a smaller bubble, and start too many.
+    longer_s = 2 * 500 * thresholds.CPU_OPERATOR_S
+    assert longest.what.startswith("train.accumulation_steps = 4, train.micro_batch_size = 4")
+    assert longest.tokens_per_s == pytest.approx(432 / ((0.094 + longer_s) * 5 / 4))
     assert found.tokens_per_s == pytest.approx(432 / found.step_s)  # both ranks have the same samples
     assert any("a bubble of 33%" in sentence for sentence in finding.evidence)
 

@@ -14,6 +14,7 @@ from typing import Any
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+from vlmcourse.monitor.diagnosis.operators import count_operations, estimate_start_s, slowdown
 from vlmcourse.monitor.diagnosis.waiting import pipeline_degree
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 
@@ -27,21 +28,19 @@ def find_small_kernels(facts: RunFacts) -> Finding | None:
 
 def _find_started_operations(facts: RunFacts) -> Finding | None:
     """Count the micro-batches that could be one; one alone cannot be merged without a change of the batch."""
-    if facts.config is None or facts.shape is None or pipeline_degree(facts) > 1:
+    start_s, num_operations = estimate_start_s(facts), count_operations(facts)
+    if facts.config is None or start_s is None or num_operations is None or pipeline_degree(facts) > 1:
         return None
     num_micro_batches = facts.config.train.accumulation_steps
-    num_blocks = facts.shape.vision.num_layers + facts.shape.language.num_layers
-    slowdown = min(_slowdown(facts, rank) for rank in facts.ranks)
-    start_s = limit.OPERATORS_PER_BLOCK * num_blocks * limit.CPU_OPERATOR_S * slowdown
     computing_s = median(compute_s(record) for _, record in facts.records())
     removed_s = min((num_micro_batches - 1) * start_s, 0.95 * computing_s)
     share = removed_s / facts.cycle_s
     size = facts.config.train.micro_batch_size
     evidence = [
-        f"A step starts about {limit.OPERATORS_PER_BLOCK * num_blocks:,} operations for each of {num_micro_batches} "
+        f"A step starts about {num_operations:,} operations for each of {num_micro_batches} "
         f"micro-batches of {size} sample(s): {1e3 * start_s:.1f} ms each (estimate) of {1e3 * computing_s:.1f} ms of "
         f"computing a step; one micro-batch would start them once.",
-        f"A core worked for this process 1 s in {slowdown:.1f} s of computing.",
+        f"A core worked for this process 1 s in {slowdown(facts):.1f} s of computing.",
     ]
     fixes = [
         build_fix(
@@ -62,15 +61,6 @@ def _find_started_operations(facts: RunFacts) -> Finding | None:
             )
         )
     return build_finding("small_kernels", share, evidence, fixes, detail="micro-batches")
-
-
-def _slowdown(facts: RunFacts, rank: int) -> float:
-    """Return by how much a process that shares its core takes longer: clock over CPU seconds of computing."""
-    records = [record for _, record in facts.records(rank) if record.cpu_percent]
-    cpu_s = sum((record.cpu_percent or 0.0) / 100 * record.step_s for record in records)
-    if cpu_s <= 0:
-        return 1.0
-    return min(limit.MAX_SLOWDOWN, max(1.0, sum(compute_s(record) for record in records) / cpu_s))
 
 
 def _find_idle_gpu(facts: RunFacts) -> Finding | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any
 
 from vlmcourse.config import TrainConfig, parse_config
@@ -56,6 +56,14 @@ class RunFacts:
     def cycle_s(self) -> float:
         """The median cycle."""
         return median(mean(of_rank.values()) for of_rank in self.cycles_s.values())
+
+    @cached_property
+    def noise(self) -> float:
+        """What the ranks' computing differs by from step to step: half of what lies between the 10th and the 90th
+        percentile, over the median. Steps of other work differ too, so it is an upper bound for equal steps."""
+        own_s = [mean(compute_s(record) for record in ranks.values()) for ranks in self.steps.values()]
+        tenths = quantiles(own_s, n=10, method="inclusive")
+        return min(1.0, (tenths[-1] - tenths[0]) / 2 / median(own_s)) if median(own_s) > 0 else 0.0
 
     @property
     def device(self) -> str:

@@ -20,9 +20,9 @@ from statistics import mean
 from vlmcourse.monitor.diagnosis.clocks import find_copies, find_throttling
 from vlmcourse.monitor.diagnosis.device import find_memory_thrash, find_recomputation, find_small_kernels
 from vlmcourse.monitor.diagnosis.facts import RunFacts, read_run
-from vlmcourse.monitor.diagnosis.findings import Diagnosis, Finding
+from vlmcourse.monitor.diagnosis.findings import Diagnosis, Finding, with_uncertainty
 from vlmcourse.monitor.diagnosis.host import find_callbacks, find_data_loading, find_events
-from vlmcourse.monitor.diagnosis.thresholds import min_share
+from vlmcourse.monitor.diagnosis.thresholds import MODEL_ERRORS, min_share
 from vlmcourse.monitor.diagnosis.waiting import find_bubble, find_communication, find_imbalance, find_slow_rank
 
 PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
@@ -51,6 +51,8 @@ def diagnose(run_folder: str | Path, *, last_steps: int | None = None) -> Diagno
 def diagnose_facts(facts: RunFacts) -> Diagnosis:
     """As `diagnose`, of what was read."""
     candidates = [found for found in _look(facts) if found is not None and found.share >= SEEN_SHARE]
+    noise = facts.noise
+    candidates = [with_uncertainty(found, noise, MODEL_ERRORS.get(found.cause, 0.0)) for found in candidates]
     candidates.sort(key=lambda found: -found.share)
     return Diagnosis(
         run=str(facts.folder),

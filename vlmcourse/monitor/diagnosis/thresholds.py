@@ -63,6 +63,17 @@ THROTTLED_FRACTION = 0.2
 PCIE_BYTES_PER_S = 25e9
 """What PCIe 4.0 x 16 achieves of its 32 GB/s (PCI-SIG, 16 GT/s a lane); it decides only what share copies may have."""
 
+MODEL_ERRORS = {
+    "pipeline_bubble": 1.0,
+    "small_kernels": 0.3,
+    "recomputation": 0.5,
+    "imbalance": 0.3,
+    "communication": 0.3,
+    "slow_rank": 0.2,
+}
+"""How far off the time that a fix of a cause removes may be, as a part of it, besides what steps differ by anyway: the
+others' is measured. By what bench/fix_gains.py found when the fixes were applied (its table is in bench/fix_gains.md)."""
+
 
 def min_share(cause: str) -> float:
     """Return the share of the time from which on a cause is a finding."""

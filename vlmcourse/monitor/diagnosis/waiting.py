@@ -12,7 +12,8 @@ from statistics import mean, median, quantiles
 from vlmcourse.layout import find_layout
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
-from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, build_fix
+from vlmcourse.monitor.diagnosis.operators import estimate_start_s
 from vlmcourse.planner.schedules import ideal_bubble_fraction
 
 
@@ -217,23 +218,38 @@ def find_bubble(facts: RunFacts) -> Finding | None:
         f"micro-batch(es) has a bubble of {ideal:.0%} even with equal stages.",
         f"Stage {longest} computes {1e3 * longest_s:.1f} ms a step, the mean stage {1e3 * equal_s:.1f} ms.",
     ]
-    more = max(2 * num_microbatches, 4 * pp)
-    waste = pp - 1
-    now_s = facts.cycle_s
-
-    def removed(new_s: float) -> float:
-        return 1 - new_s / now_s
-
-    fixes = [
-        build_fix(
-            f"train.accumulation_steps = {more} with as many samples a step (train.micro_batch_size smaller)",
-            facts.tokens_per_s,
-            removed(min(now_s, longest_s * (more + waste) / more)),
-        ),
-        build_fix(
-            f"train.accumulation_steps = {more} so, and equal stages (parallel.adaptive = true moves layers)",
-            facts.tokens_per_s,
-            removed(min(now_s, equal_s * (more + waste) / more)),
-        ),
-    ]
+    fixes = _bubble_fixes(facts, num_microbatches, longest_s, equal_s)
+    apart = "parallel.pp = 1 with these ranks data-parallel, if one holds a whole model"
+    fixes.append(build_fix(apart, facts.tokens_per_s, share))
     return build_finding("pipeline_bubble", share, evidence, fixes, detail=f"{num_microbatches} micro-batches")
+
+
+def _bubble_fixes(facts: RunFacts, num_microbatches: int, longest_s: float, equal_s: float) -> list[Fix]:
+    """Return what more micro-batches of as many samples would save, as far as starting their operations allows.
+
+    Args:
+        facts: of a pipeline's run.
+        num_microbatches: of a step now.
+        longest_s: what the stage that computes longest computes in a step.
+        equal_s: what each would, if all were equal.
+    """
+    assert facts.config is not None
+    pp, train = pipeline_degree(facts), facts.config.train
+    start_s = (estimate_start_s(facts) or 0.0) / pp
+    samples = train.micro_batch_size * train.accumulation_steps
+    most = max(2 * num_microbatches, 4 * pp)
+    counts = [n for n in range(num_microbatches + 1, most + 1) if samples % n == 0]
+
+    def step_s(work_s: float, count: int) -> float:
+        return (work_s + (count - num_microbatches) * start_s) * (count + pp - 1) / count
+
+    fixes = []
+    for work_s, also in ((longest_s, ""), (equal_s, ", and equal stages (parallel.adaptive = true moves layers)")):
+        best = min(counts, key=lambda count, work_s=work_s: step_s(work_s, count), default=None)
+        if best is not None and (removed := 1 - step_s(work_s, best) / facts.cycle_s) > 0:
+            what = (
+                f"train.accumulation_steps = {best}, train.micro_batch_size = {samples // best} (as many samples a "
+                f"step){also}"
+            )
+            fixes.append(build_fix(what, facts.tokens_per_s, removed))
+    return fixes

@@ -6,7 +6,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
-(speed-ups, and what becomes of the efficiency), `steps` (step logs of bad runs, and what fixes gain).
+(speed-ups, and what becomes of the efficiency), `steps` (step logs of bad runs, what fixes gain), `symptoms` (GPU use,
+memory and parts of every step).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -39,6 +40,7 @@ from vlmcourse.plots.scaling import plot_losses_of_efficiency, plot_speedups
 from vlmcourse.plots.steps import plot_diagnoses, plot_gains, plot_rank_times, plot_steps
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
+from vlmcourse.plots.symptoms import plot_trace
 from vlmcourse.plots.timeline import plot_timeline
 from vlmcourse.plots.training import plot_losses, plot_training
 
@@ -90,5 +92,6 @@ __all__ = [
     "plot_timeline",
     "plot_tokens",
     "plot_towers",
+    "plot_trace",
     "plot_training",
 ]

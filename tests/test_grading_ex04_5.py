@@ -1,0 +1,285 @@
+"""Exercise 4.5: traces of many runs; right answers in any style lose nothing, wrong ones are told what they mistook."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+from ex04_5_answers import FIX, RIGHT, WRONG, find_evidence, find_period, plain, share
+
+from vlmcourse import plots
+from vlmcourse.grading import ex04_5
+from vlmcourse.grading.trace_answers import CAUSE_MEANINGS, FIXES, RIGHT_FIXES, SYNONYMS, read_answer
+from vlmcourse.grading.trace_cases import TraceCase, make_cases, make_period_cases
+from vlmcourse.grading.trace_faults import CAUSES, SECONDS
+from vlmcourse.grading.trace_feedback import SYMPTOM_FIXES
+from vlmcourse.grading.trace_sources import HEALTHY, read_source, shape_of_phase
+from vlmcourse.monitor.recorded import recorded_run
+from vlmcourse.monitor.step_log import read_step_log
+
+CHECKS: dict[str, Callable[..., float]] = {
+    "cause": ex04_5.check_cause,
+    "evidence": ex04_5.check_evidence,
+    "fix": ex04_5.check_fix,
+}
+POINTS = {"cause": 7, "evidence": 4, "fix": 3}
+CASES = {1: 24, 384502: 36}
+"""By seed: number of traces, as the visible and the hidden tests have them."""
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[TraceCase]:
+    return make_cases(5, 4 * len(CAUSES))
+
+
+def grade(part: str, answer: Any, seed: int) -> float:
+    return CHECKS[part](answer, POINTS[part], seed, CASES[seed])
+
+
+# --- Answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_a_right_answer_in_any_style_gets_all_points_and_no_word(seed: int, capsys: Any) -> None:
+    for answer in RIGHT:
+        assert {part: grade(part, answer, seed) for part in POINTS} == POINTS, answer.__name__
+    assert ex04_5.check_period(find_period, 3, seed, 24) == 3
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_loses_points_where_it_is_wrong_and_is_told_its_mistake(name: str, capsys: Any) -> None:
+    answer, words = WRONG[name]
+    for part, said in words.items():
+        points = grade(part, answer, 1)
+        out, err = capsys.readouterr()
+        assert points < 0.95 * POINTS[part], (points, out)
+        assert said in out and not err, out
+
+
+def test_constant_answers_earn_under_a_third(capsys: Any) -> None:
+    for cause, quantity, fix in (
+        ("healthy", None, "nothing"),
+        ("queue_runs_empty", "data_wait_s", "more_workers"),
+        ("slow_links", "communication_s", "overlap_communication"),
+        ("frequent_saves", "between_s", "save_less_often"),
+    ):
+        for rank, period in ((None, None), (0, None), (None, 7)):
+
+            def same(
+                _: Any,
+                given: tuple[Any, ...] = (cause, (quantity, rank, period), fix),
+            ) -> Any:
+                return given
+
+            assert grade("evidence", same, 384502) < POINTS["evidence"] / 3, capsys.readouterr().out
+        assert grade("cause", same, 384502) < POINTS["cause"] / 3
+        assert grade("fix", same, 384502) < POINTS["fix"] / 3
+    for period in (None, 5, 7, 9):
+        assert ex04_5.check_period(lambda _, period=period: period, 3, 620914, 24) < 1, period
+
+
+def test_wrong_periods_are_told_what_they_are(capsys: Any) -> None:
+    def count(seconds: list[float]) -> float | None:
+        period = find_period(seconds)
+        return period and len(seconds) / period
+
+    assert ex04_5.check_period(count, 3, 1, 24) < 2
+    assert "the number of spikes was returned" in capsys.readouterr().out
+    assert ex04_5.check_period(lambda _: None, 3, 1, 24) < 1
+    assert "regular spikes were overlooked" in capsys.readouterr().out
+    assert ex04_5.check_period(lambda seconds: find_period(seconds) or 5, 3, 1, 24) < 3
+    assert "a steady wait, noise or a single spike" in capsys.readouterr().out
+
+
+def test_a_blank_answer_or_another_form_earns_nothing_and_says_why(capsys: Any) -> None:
+    def blank(_: Any) -> Any:
+        raise NotImplementedError
+
+    assert [check(blank, 2, 1) for check in CHECKS.values()] == [0, 0, 0]
+    assert ex04_5.check_period(blank, 2, 1) == 0
+    assert capsys.readouterr().out.splitlines() == ["diagnose is not solved yet"] * 3 + [
+        "find_period is not solved yet"
+    ]
+    for answer, said in (
+        (None, "not a function but NoneType"),
+        (lambda: 1, "your function must take (trace)"),
+        (lambda _: "queue_runs_empty", "return cause, evidence and fix"),
+        (lambda _: ("queue", ("data_wait_s", "rank 1"), "more_workers"), "evidence is a dict"),
+        (lambda _: ("bad luck", None, "nothing"), "no cause is named 'bad luck': choose from healthy, slow_decoder"),
+        (lambda _: ("queue", None, "buy another"), "no fix is named 'buy another': choose from nothing, more_workers"),
+        (lambda trace: 1 / 0, "ZeroDivisionError"),
+    ):
+        assert ex04_5.check_cause(answer, 2, 1, 12) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_the_package_does_not_answer_for_the_learner(capsys: Any) -> None:
+    from vlmcourse.monitor.diagnosis.findings import build_fix
+
+    def asks_package(trace: Any) -> Any:
+        build_fix("x", 1.0, 0.5)
+        return plain(trace)
+
+    def asks_generator(trace: Any) -> Any:
+        make_cases(1, 1)
+        return plain(trace)
+
+    for answer in (asks_package, asks_generator):
+        assert ex04_5.check_cause(answer, 7, 1, 12) == 0
+        assert "holds the answer and is not meant here" in capsys.readouterr().out
+
+
+def test_a_learner_may_change_the_trace_and_gets_the_next_one_whole() -> None:
+    def eats(trace: dict[str, Any]) -> Any:
+        found = plain(trace)
+        trace.clear()
+        return found
+
+    for part in POINTS:
+        assert CHECKS[part](eats, 2, 1, 12) == 2
+
+
+def test_forms_of_an_answer_that_are_read_alike() -> None:
+    for value in (
+        ("queue", ("data_wait", 1, 5.0), "More workers"),
+        {
+            "Cause": "queue-runs-empty",
+            "evidence": {"quantity": "data_wait_s", "rank": 1, "period": 5},
+            "fix": "more_workers",
+        },
+        ["QUEUE_RUNS_EMPTY", ["data_wait_s", 1, 5], "more-workers"],
+    ):
+        answer, wrong = read_answer(value)
+        assert answer is not None and not wrong
+        assert (answer.cause, answer.quantity, answer.rank, answer.period, answer.fix) == (
+            "queue_runs_empty",
+            "data_wait_s",
+            1,
+            5.0,
+            "more_workers",
+        )
+    answer, _ = read_answer(("healthy", None, None))
+    assert answer is not None and answer.quantity is None and answer.fix == "nothing"
+    answer, _ = read_answer(("straggler", "forward_s", "replace_rank"))
+    assert answer is not None and (answer.cause, answer.quantity, answer.rank) == ("slow_rank", "forward_s", None)
+    answer, _ = read_answer(("straggler", ("forward_s", 0.5), "replace_rank"))
+    assert answer is not None and answer.rank == -1
+
+
+def test_names_fit_together() -> None:
+    assert CAUSES == tuple(CAUSE_MEANINGS) == tuple(RIGHT_FIXES) and set(FIX) == set(CAUSES)
+    assert set(SYNONYMS.values()) <= set(CAUSES) and not set(SYNONYMS) & set(CAUSES)
+    assert {fix for fixes in RIGHT_FIXES.values() for fix in fixes} < set(FIXES) > set(SYMPTOM_FIXES)
+    for fix, (causes, _) in SYMPTOM_FIXES.items():
+        assert not any(fix in RIGHT_FIXES[cause] for cause in causes)
+
+
+# --- Traces ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_causes_come_equally_often_and_seeds_differ(cases: list[TraceCase]) -> None:
+    assert set(Counter(case.cause for case in cases).values()) == {4}
+    again = make_cases(5, 3)
+    assert [case.trace for case in again] == [case.trace for case in make_cases(5, 3)]
+    other = make_cases(6, 3)
+    assert all(a.trace != b.trace for a, b in zip(again, other, strict=True))
+    assert any(case.rank is not None and case.cause in ("slow_storage", "slow_decoder") for case in make_cases(5, 120))
+
+
+def test_ranks_of_a_trace_keep_step_and_lists_are_plain(cases: list[TraceCase]) -> None:
+    for case in cases:
+        ranks = case.trace["ranks"]
+        lengths = {len(values) for rank in ranks for values in rank.values()}
+        assert len(lengths) == 1 and all(rank.keys() == ranks[0].keys() for rank in ranks)
+        assert all(type(value) in (int, float) and value >= 0 for rank in ranks for v in rank.values() for value in v)
+        total = [[sum(rank[key][i] for key in SECONDS) for i in range(2, *lengths)] for rank in ranks]
+        for first, other in zip(total[0], total[-1], strict=True):
+            assert other == pytest.approx(first, rel=0.002)  # numbers have four digits
+        assert all(0 <= value <= 100 for rank in ranks for value in rank["gpu_percent"])
+
+
+def test_a_cause_takes_a_fifth_of_the_time_and_nothing_else_much(cases: list[TraceCase]) -> None:
+    for case in cases:
+        lost = {key: share(case.trace, key) for key in SECONDS}
+        own = {"data_wait_s": max(lost["data_wait_s"]), "between_s": max(lost["between_s"])}
+        own["communication_s"] = min(lost["communication_s"])
+        key = find_evidence(case.trace)[0]
+        assert all(part < 0.12 for name, part in own.items() if name != key), (case, case.cause, own)
+        if key in own:
+            assert own[key] > 0.2, (case, case.cause, own)
+        memory = [value / case.trace["memory_limit_gb"] for value in case.trace["ranks"][0]["memory_gb"][2:]]
+        swing = max(memory) - min(memory)
+        assert (swing > 0.15 and max(memory) > 0.95) if case.cause == "memory_thrash" else swing < 0.02
+        assert case.quantities or case.cause == "healthy"
+
+
+def test_a_gpu_idles_while_it_waits_and_evaluates_in_pauses(cases: list[TraceCase]) -> None:
+    for case in cases:
+        one = case.trace["ranks"][case.rank or 0]
+        use = one["gpu_percent"][2:]
+        if case.cause in ("queue_runs_empty", "frequent_saves"):
+            assert min(use) < 45 < 70 < median(use)
+        if case.cause in ("healthy", "frequent_evaluation"):
+            assert median(use) > 70
+        if case.cause == "tiny_micro_batches":
+            assert max(use) < 50
+        busy = fmean(one["loader_cpu_percent"])
+        assert (busy > 90) == (case.cause in ("queue_runs_empty", "slow_decoder"))
+        assert (busy < 20) == (case.cause == "slow_storage")
+
+
+def test_steps_come_from_the_recorded_runs() -> None:
+    logs = read_step_log(recorded_run("healthy"))
+    pieces = read_source("healthy").pieces
+    assert len(pieces) == len(logs[0].steps) - 2 and all(len(piece) == 2 for piece in pieces)
+    computing = [piece[0]["forward_s"] + piece[0]["backward_s"] for piece in pieces]
+    assert median(computing) == pytest.approx(1, abs=0.05)  # in units of itself
+    waits = [record.communication_s or 0.0 for record in logs[0].steps]
+    assert read_source("healthy").exposed[0] < max(waits)
+    shape = shape_of_phase("slow links", "communication_s", 0)
+    recorded = [record.communication_s or 0.0 for record in read_step_log(recorded_run("slow links"))[0].steps[2:]]
+    assert [value * fmean(recorded) for value in shape] == pytest.approx(recorded)
+    for name in HEALTHY:
+        assert all(piece[0]["data_wait_s"] < 0.2 for piece in read_source(name).pieces)
+
+
+def test_the_first_trace_has_the_symptoms_of_the_task() -> None:
+    trace = ex04_5.first_trace()
+    cause, (quantity, rank, period), _ = plain(trace)
+    assert (cause, quantity, rank) == ("queue_runs_empty", "data_wait_s", None) and period
+    use = trace["ranks"][0]["gpu_percent"][2:]
+    assert median(use) > 78 and min(use) < 22 and min(trace["ranks"][0]["loader_cpu_percent"]) > 90
+    assert trace == ex04_5.first_trace()
+
+
+def test_traces_to_practise_on_are_what_they_say() -> None:
+    for cause in CAUSES:
+        assert plain(ex04_5.practice_trace(cause, 3))[0] == cause
+    assert ex04_5.practice_trace("healthy", 1) != ex04_5.practice_trace("healthy", 2)
+    assert ex04_5.graded_trace(7) == make_cases(1, 24)[7].trace
+    with pytest.raises(ValueError, match="must be one of healthy"):
+        ex04_5.practice_trace("bad luck", 1)
+    with pytest.raises(ValueError, match="traces 0 to 23"):
+        ex04_5.graded_trace(24)
+
+
+def test_period_cases_hold_both_kinds() -> None:
+    found = make_period_cases(3, 40)
+    assert sum(case.period is None for case in found) == 10
+    assert {case.period for case in found} > {None, 5, 8}
+
+
+def test_a_trace_is_drawn_with_all_of_its_seconds() -> None:
+    trace = ex04_5.first_trace()
+    figure = plots.plot_trace(trace, rank=1)
+    use, memory, time = figure.axes
+    assert len(use.lines) == 4 and memory.lines[1].get_ydata()[0] == trace["memory_limit_gb"]
+    assert sum(bar.get_height() for bar in time.patches) == pytest.approx(
+        sum(sum(trace["ranks"][1][key]) for key in SECONDS)
+    )
+    with pytest.raises(ValueError, match="ranks 0 to 3"):
+        plots.plot_trace(trace, rank=4)

@@ -35,7 +35,7 @@ SHOWN = {
     ),
     "ch05b_memory_engines": ("MULTI_CPU DistributedDataParallel 2", "9 of 9 pairs go on"),
     "ch06b_diagnosis": (
-        "mean 576 ms, median 305 ms",
+        "mean 576 ms, median 308 ms",
         "planted: healthy; found: healthy",
         "planted: queue that runs empty; found: data_loading",
         "16 of 16 recorded runs",

@@ -89,10 +89,10 @@ def test_figures_have_a_bar_a_rank_and_a_panel_a_run() -> None:
     assert _rows_of(ranks) == ["healthy  rank 0", "rank 1", "frequent saves  rank 0", "rank 1"]
     verdicts = plots.plot_diagnoses({name: diagnose(folder) for name, folder in runs.items()}, title="t")
     assert [text.get_text() for text in verdicts.axes[0].texts] == ["healthy", "checkpoints"]
-    gain = FixGain(fault="saves", fix="save less often", predicted=0.5, measured=(0.4, -0.1))
+    gain = FixGain(fault="saves", fix="save less often", predicted=0.5, uncertainty=0.1, measured=(0.4, -0.1))
     shown = plots.plot_gains([gain], title="t").axes[0]
     assert shown.patches[0].get_width() == pytest.approx(50)  # pyright: ignore[reportAttributeAccessIssue]
-    assert list(shown.lines[0].get_xdata()) == [40, -10]  # pyright: ignore[reportArgumentType]
+    assert [list(line.get_xdata()) for line in shown.lines[:2]] == [[40, 60], [40, -10]]  # pyright: ignore
 
 
 def _rows_of(figure: Figure) -> list[str]:

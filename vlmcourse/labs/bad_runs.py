@@ -21,7 +21,7 @@ from vlmcourse.faults.catalog import FAULTS
 from vlmcourse.faults.cures import CURES, apply_cure, find_fix
 from vlmcourse.faults.planted import run_fault, run_name
 from vlmcourse.labs.zero_stages import show_running
-from vlmcourse.monitor.diagnosis import RunFacts, diagnose, read_run
+from vlmcourse.monitor.diagnosis import Fix, RunFacts, diagnose, read_run
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.parallel.ranks import Ranks, init_ranks
 from vlmcourse.spans import COMPUTE, DATA, DATA_WAIT, PHASES, Span
@@ -37,12 +37,14 @@ class FixGain:
     """The first that the diagnosis of the first turn named and that can be applied here."""
     predicted: float
     """Part of the time of a token that it was said to save, 0 to 1; the mean of the turns."""
+    uncertainty: float
+    """How far off that may be, as the diagnosis says; the mean of the turns."""
     measured: tuple[float, ...]
     """That it saved, in each turn; below 0 if it cost time."""
 
 
 def measure_gains(
-    names: Sequence[str], num_turns: int = 2, num_steps: int = 11, ranks: Ranks | None = None
+    names: Sequence[str], num_turns: int = 2, num_steps: int = 10, ranks: Ranks | None = None
 ) -> list[FixGain]:
     """Make each faulty run and the same run with its fix, in turns, and compare what was said with what came of it.
 
@@ -65,14 +67,14 @@ def measure_gains(
     ranks = ranks or init_ranks(timeout_s=120)
     shared: list[Any] = [tempfile.mkdtemp() if ranks.is_main else None]
     dist.broadcast_object_list(shared)
-    folder, said, saved = Path(shared[0]), dict[str, list[tuple[str, float]]](), dict[str, list[float]]()
+    folder, said, saved = Path(shared[0]), dict[str, list[Fix]](), dict[str, list[float]]()
     try:
         with show_running(ranks) as show:
             for turn in range(num_turns):
                 for name in names:
                     show(f"turn {turn + 1} of {num_turns}: {name}, and its fix")
-                    fix, predicted, measured = _run_pair(name, folder / str(turn), num_steps, ranks)
-                    said.setdefault(name, []).append((fix, predicted))
+                    fix, measured = _run_pair(name, folder / str(turn), num_steps, ranks)
+                    said.setdefault(name, []).append(fix)
                     saved.setdefault(name, []).append(measured)
         wait_for_all(ranks)
     finally:
@@ -81,16 +83,17 @@ def measure_gains(
     return [
         FixGain(
             fault=name,
-            fix=said[name][0][0],
-            predicted=mean(predicted for _, predicted in said[name]),
+            fix=said[name][0].what,
+            predicted=mean(fix.saved_share for fix in said[name]),
+            uncertainty=mean(fix.uncertainty_share for fix in said[name]),
             measured=tuple(saved[name]),
         )
         for name in names
     ]
 
 
-def _run_pair(name: str, folder: Path, num_steps: int, ranks: Ranks) -> tuple[str, float, float]:
-    """Run a fault and its first cure; return the fix, and the part of a token's time that it should save and saved."""
+def _run_pair(name: str, folder: Path, num_steps: int, ranks: Ranks) -> tuple[Fix, float]:
+    """Run a fault and its first cure; return the fix, and the part of a token's time that it saved."""
     cure = CURES[name][0]
     run_fault(FAULTS[name], run_name(name), folder, ranks, num_steps=num_steps)
     wait_for_all(ranks)  # all ranks have written their last step
@@ -100,7 +103,7 @@ def _run_pair(name: str, folder: Path, num_steps: int, ranks: Ranks) -> tuple[st
     run_fault(apply_cure(name, cure, fix), mended, folder, ranks, num_steps=num_steps)
     wait_for_all(ranks)
     now = diagnose(folder / mended)
-    return fix.what, 1 - 1 / (1 + fix.gain_fraction), 1 - faulty.tokens_per_s / now.tokens_per_s
+    return fix, 1 - faulty.tokens_per_s / now.tokens_per_s
 
 
 # --- One step, looked at --------------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ class Gain(Protocol):
         ...
 
     @property
+    def uncertainty(self) -> float:
+        """How far off that may be."""
+        ...
+
+    @property
     def measured(self) -> Sequence[float]:
         """In each turn; below 0 if it cost time."""
         ...
@@ -162,6 +167,9 @@ def plot_gains(gains: Sequence[Gain], *, title: str) -> Figure:
     figure, axes = new_figure(1.5 + 0.45 * len(gains))
     for row, gain in enumerate(gains):
         axes.barh(row, 100 * gain.predicted, height=0.6, color=COLOURS["idle"], label="predicted" if not row else None)
+        ends = [max(-1.0, gain.predicted - gain.uncertainty), min(1.0, gain.predicted + gain.uncertainty)]
+        style = {"color": COLOURS["communication"], "lw": 1.6, "marker": "|", "ms": 12}
+        axes.plot([100 * end for end in ends], [row, row], **style, label=None if row else "how far off that may be")
         values = [100 * value for value in gain.measured]
         label = "measured, a point a turn" if not row else None
         axes.plot(values, [row] * len(values), "D", color=COLOURS["loss"], mfc="white", ms=7, label=label)
@@ -169,7 +177,7 @@ def plot_gains(gains: Sequence[Gain], *, title: str) -> Figure:
     axes.axvline(0, color=COLOURS["loss"], lw=0.8)
     axes.set(xlabel="time that a token takes, saved by the fix (%)")
     figure.suptitle(title)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

@@ -20,6 +20,7 @@ CHAPTER_OF = {
     "ex04_5": "ch06b_diagnosis",
     "ex04_6": "ch06b_diagnosis",
     "lab05_1": "ch05_zero_offload",
+    "lab06_1": "ch06_monitoring",
 }
 
 

@@ -6,8 +6,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
-(speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad runs,
-what fixes gain), `symptoms` (GPU use, memory and parts of every step).
+(speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop_log_worker import NUM_STEPS, SLEEP_S
+from loop_log_worker import NUM_STEPS, PAUSE_S, SLEEP_S
 from ranks import run_worker
 from torch import Tensor, nn
 
@@ -76,6 +76,7 @@ def test_on_two_ranks_ddps_wait_is_communication_and_the_sleeping_rank_is_found(
     logs = read_step_log(tmp_path)
     for before, sleeper in zip(logs[0].steps, logs[1].steps, strict=True):
         assert (sleeper.forward_s or 0) >= SLEEP_S and (before.communication_s or 0) > 0
+        assert min(before.other_s or 0, sleeper.other_s or 0) >= PAUSE_S
     assert len(logs[0].steps) == NUM_STEPS
     waits_s = [sum(record.communication_s or 0 for record in logs[rank].steps[2:]) for rank in (0, 1)]
     assert waits_s[0] > waits_s[1]

@@ -168,7 +168,7 @@ def plot_gains(gains: Sequence[Gain], *, title: str) -> Figure:
     for row, gain in enumerate(gains):
         axes.barh(row, 100 * gain.predicted, height=0.6, color=COLOURS["idle"], label="predicted" if not row else None)
         ends = [max(-1.0, gain.predicted - gain.uncertainty), min(1.0, gain.predicted + gain.uncertainty)]
-        style = {"color": COLOURS["communication"], "lw": 1.6, "marker": "|", "ms": 12}
+        style = {"color": COLOURS["loss"], "lw": 1.2, "marker": "|", "ms": 12}
         axes.plot([100 * end for end in ends], [row, row], **style, label=None if row else "how far off that may be")
         values = [100 * value for value in gain.measured]
         label = "measured, a point a turn" if not row else None

@@ -43,6 +43,8 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     console.print(Text(head))
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
     console.print(Text(f"Time: {shares}"))
+    for line in found.profile:
+        console.print(Text(line))
     if found.is_healthy:
         console.print(Text("Healthy: nothing found explains more than its threshold."))
     else:

@@ -42,7 +42,7 @@ class Fix:
     saved_share: float
     """Part of the time of a token that this is, 0 to 1."""
     uncertainty_share: float = 0.0
-    """How far off `saved_share` may be: what the run's own steps differ by, and what the cause's estimate leaves open."""
+    """How far off `saved_share` may be: what the run's steps differ by, and what the cause's estimate leaves open."""
 
     @property
     def gain_range(self) -> tuple[float, float]:
@@ -91,6 +91,8 @@ class Diagnosis:
     world_size: int
     notes: tuple[str, ...]
     """What could not be told, and why."""
+    profile: tuple[str, ...] = ()
+    """What a profile of the run shows: a sentence about its steps, one a rank, and one about operators; or nothing."""
 
     @property
     def is_healthy(self) -> bool:

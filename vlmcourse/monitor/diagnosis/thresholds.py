@@ -71,8 +71,10 @@ MODEL_ERRORS = {
     "communication": 0.3,
     "slow_rank": 0.2,
 }
-"""How far off the time that a fix of a cause removes may be, as a part of it, besides what steps differ by anyway: the
-others' is measured. By what bench/fix_gains.py found when the fixes were applied (its table is in bench/fix_gains.md)."""
+"""How far off the time that a fix of a cause removes may be, as a part of it, besides what steps differ by anyway; that
+of the others is measured. By what was found when the fixes were applied: bench/fix_gains.md."""
+PROFILE_TOLERANCE = MIN_SHARE
+"""A profile and the step log disagree if their shares of the time differ by more than what is worth a person's time."""
 
 
 def min_share(cause: str) -> float:

@@ -14,6 +14,7 @@ from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, build_fix
 from vlmcourse.monitor.diagnosis.operators import estimate_start_s
+from vlmcourse.monitor.profile_summary import name_steps
 from vlmcourse.planner.schedules import ideal_bubble_fraction
 
 
@@ -151,20 +152,13 @@ def find_communication(facts: RunFacts) -> Finding | None:
     """Look at the time in which even the rank that waits least waits: data are on their way."""
     if len(facts.ranks) == 1 or pipeline_degree(facts) > 1:
         return None
-    if not facts.tells_communication:
+    if not facts.tells_communication and facts.profile is None:
         facts.notes.append(
             "communication cannot be told from computing in this strategy's step log on a GPU: record a profile "
-            "(profile.active = 3) and read its summary"
+            "(profile.active = 3): its summary in the run's folder is read here"
         )
         return None
-    shared_s = sum(min(r.communication_s or 0.0 for r in ranks.values()) for ranks in facts.steps.values())
-    share = shared_s / facts.wall_s
-    own_s = median(compute_s(record) for _, record in facts.records())
-    evidence = [
-        f"In each step even the rank that waits least waits {1e3 * shared_s / len(facts.steps):.1f} ms on the mean, "
-        f"{share:.0%} of the time: no rank is late then, data are on their way.",
-        f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
-    ]
+    share, evidence = _look_at_waits(facts)
     strategy = facts.config.parallel.strategy if facts.config is not None else ""
     accumulation = facts.config.train.accumulation_steps if facts.config is not None else 1
     fixes = [
@@ -194,6 +188,28 @@ def find_communication(facts: RunFacts) -> Finding | None:
         )
     )
     return build_finding("communication", share, evidence, fixes, detail=strategy)
+
+
+def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
+    """Return the share of waits of the rank that waits least, and what shows it: the log, or only a profile can."""
+    if not facts.tells_communication and facts.profile is not None:
+        of_rank = min(facts.profile.ranks, key=lambda of_rank: of_rank.exposed_s / of_rank.seconds)
+        share = of_rank.exposed_s / of_rank.seconds
+        hidden_s = of_rank.communication_s - of_rank.exposed_s
+        return share, [
+            f"The step log cannot tell it here; by the profile of {name_steps(facts.profile)} even rank "
+            f"{of_rank.rank}, which has least, has exposed communication for {share:.0%} of the time, "
+            f"{1e3 * of_rank.exposed_s / len(facts.profile.steps):.1f} ms a step; "
+            f"{1e3 * hidden_s / len(facts.profile.steps):.1f} ms more hide behind computing."
+        ]
+    shared_s = sum(min(r.communication_s or 0.0 for r in ranks.values()) for ranks in facts.steps.values())
+    share = shared_s / facts.wall_s
+    own_s = median(compute_s(record) for _, record in facts.records())
+    return share, [
+        f"In each step even the rank that waits least waits {1e3 * shared_s / len(facts.steps):.1f} ms on the mean, "
+        f"{share:.0%} of the time: no rank is late then, data are on their way.",
+        f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
+    ]
 
 
 def find_bubble(facts: RunFacts) -> Finding | None:

@@ -31,7 +31,7 @@ CAUSE_MEANINGS: dict[str, str] = {
 FIXES: dict[str, str] = {
     "nothing": "leave it as it is",
     "more_workers": "more loader processes (there are free cores; a disk gives no more to more readers)",
-    "cache_decoded": "decode once, keep the resized images on disk",
+    "cache_decoded": "decode once, keep the pixels on the same disk (more bytes to read)",
     "deeper_queue": "let loaders prefetch more steps",
     "local_shards": "copy the data to a local disk, in few large files",
     "balance_by_tokens": "deal out samples so that all ranks have equal work",

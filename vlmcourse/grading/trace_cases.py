@@ -49,16 +49,17 @@ def make_cases(seed: int, num_cases: int) -> list[TraceCase]:
     return [make_case(rng, cause, number) for number, cause in enumerate(causes[:num_cases])]
 
 
-def make_case(rng: random.Random, cause: str, number: int = 0) -> TraceCase:
+def make_case(rng: random.Random, cause: str, number: int = 0, period: int | None = None) -> TraceCase:
     """Return a trace of one cause.
 
     Args:
         rng: what is drawn from.
         cause: one of `CAUSES`.
         number: that its name shows.
+        period: steps between two times that a periodic cause takes time; drawn where it is None.
     """
     num_ranks = rng.choice((2, 3, 4, 6, 8))
-    period = rng.randint(4, 11) if cause in PERIODIC else None
+    period = (period or rng.randint(4, 11)) if cause in PERIODIC else None
     num_steps = WARMUP_STEPS + max(rng.randint(40, 70), 6 * (period or 0))
     is_one = cause in ("slow_rank", "imbalance") or (cause in ONE_RANK and rng.random() < ONE_OF_RANKS)
     rank = 0 if cause == "logging_every_step" else rng.randrange(num_ranks) if is_one else None
@@ -83,9 +84,7 @@ def make_case(rng: random.Random, cause: str, number: int = 0) -> TraceCase:
 
 def make_first() -> Trace:
     """Return the trace that the exercise draws: the use of all GPUs swings, with regular spikes of the step time."""
-    rng = random.Random("first:6")
-    cases = (make_case(rng, "queue_runs_empty") for _ in range(100))
-    return next(case.trace for case in cases if case.rank is None and len(case.trace["ranks"]) == 4)
+    return make_case(random.Random("first:687"), "queue_runs_empty").trace  # four ranks, all alike, every 6 steps
 
 
 # --- Steps ----------------------------------------------------------------------------------------------------------
@@ -96,10 +95,12 @@ def _draw_background(rng: random.Random, cause: str, num_ranks: int, num_steps: 
     name = "tiny micro-batches" if cause == "tiny_micro_batches" else rng.choice(HEALTHY_RUNS)
     source = read_source(name)
     weights = {key: rng.uniform(0.85, 1.15) for key in OWN_PHASES}
+    unhidden = rng.uniform(0.2, 1.0)  # what a GPU run does not hide of these, behind computing
+    weights["data_wait_s"], weights["other_s"] = unhidden, unhidden
     ranks: list[dict[str, list[float]]] = [{key: [] for key in (*SECONDS, "tokens", "tiles")} for _ in range(num_ranks)]
     rare = rng.randint(18, 24)
     for step in range(num_steps):
-        piece, exposed = rng.choice(source.pieces), min(0.08, rng.choice(source.exposed))
+        piece, exposed = rng.choice(source.pieces), unhidden * min(0.08, rng.choice(source.exposed))
         slow = 2.5 if step == 0 else 1.3 if step < WARMUP_STEPS else 1.0
         is_save = step % rare == rare - 1 and cause not in ("frequent_saves", "frequent_evaluation")
         for number, rank in enumerate(ranks):
@@ -184,10 +185,12 @@ def make_period_cases(seed: int, num_cases: int) -> list[PeriodCase]:
     """Return series of which every fourth has no regular spikes: steady, high but steady, or with one spike."""
     rng = random.Random(f"periods:{seed}")
     found: list[PeriodCase] = []
+    periods: list[int] = []
     while len(found) < num_cases:
         is_regular = len(found) % 4 != 3
         cause = rng.choice(("queue_runs_empty", "frequent_saves", "frequent_evaluation") if is_regular else STEADY)
-        case = make_case(rng, cause)
+        periods = periods or rng.sample(PERIODS, k=len(PERIODS))
+        case = make_case(rng, cause, period=periods.pop() if is_regular else None)
         key = case.quantities[0] if case.quantities else "data_wait_s"
         rank = case.trace["ranks"][case.rank or 0]
         seconds = list(rank[key][WARMUP_STEPS:])
@@ -197,5 +200,7 @@ def make_period_cases(seed: int, num_cases: int) -> list[PeriodCase]:
     return found
 
 
+PERIODS = range(4, 14)
+"""Those that `make_period_cases` draws from, each as often as the others."""
 STEADY = (HEALTHY, "slow_decoder", "slow_storage")
 """Causes of which the wait for data has no spikes."""

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +23,7 @@ from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.data.digits import DigitsDataset
 from vlmcourse.data.samples import Message, Sample
 from vlmcourse.models.vlm import build_model
+from vlmcourse.monitor.step_clock import StepTimes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import TOWERS, Work
 from vlmcourse.presets import VLMShape, get_model
@@ -97,6 +98,22 @@ def train_shape(shape: VLMShape, ranks: Ranks, samples: Sequence[Sample], num_st
     model = build_model(shape, seed=0)
     trainer = Trainer(config, ranks, model=model, train_data=samples, show_progress=False)
     return trainer.fit().history
+
+
+def time_steps(trainer: Trainer, num_steps: int) -> list[StepTimes]:
+    """Make two steps that do not count and `num_steps` that do, and return this rank's times of these.
+
+    On a GPU times are known one step late, so that they may be of the steps from the second on.
+
+    Communicates: what the steps do.
+    """
+    found = []
+    for _ in range(2 + num_steps):
+        trainer.train_step()
+        if trainer.ranks.device.type == "cuda":
+            torch.cuda.synchronize(trainer.ranks.device)
+        found.append(trainer.monitor.last_times)
+    return [times for times in found[2:] if times is not None]
 
 
 def work_of_steps(trainer: Trainer, steps: Iterable[int]) -> tuple[Work, Work]:
@@ -176,6 +193,8 @@ def watch_process(what: str, work: Callable[[], float]) -> Occupation:
 def compare_waiting(ranks: Ranks, seconds: float = 1.5) -> list[list[Occupation]]:
     """Let rank 0 compute while the others wait for it, once blocked and once asking again and again.
 
+    All of it on the CPU and over gloo, with GPUs too: NCCL's waiting is a kernel, which keeps the GPU busy by itself.
+
     Args:
         ranks: this process's place, one of 2 or more.
         seconds: that rank 0 computes in each of the two rounds.
@@ -184,17 +203,17 @@ def compare_waiting(ranks: Ranks, seconds: float = 1.5) -> list[list[Occupation]
         By rank, what each round looked like; the same on every rank.
     Communicates: an all-reduce of 4 bytes a round, and a gather of what was seen.
     """
+    group: Any = None if ranks.backend == "gloo" else dist.new_group(backend="gloo")
     found = []
     for polls in (False, True):
-        sent = torch.ones(1, device=ranks.device)
         if ranks.is_main:
             found.append(watch_process("computes", partial(_multiply_for, seconds)))
-            dist.all_reduce(sent)
+            _wait(group, polls=False)
         else:
             what = "waits by polling" if polls else "waits blocked"
-            found.append(watch_process(what, partial(_wait, sent, polls=polls)))
+            found.append(watch_process(what, partial(_wait, group, polls=polls)))
     everyone: list[list[Occupation]] = [[] for _ in range(ranks.world_size)]
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, found, group=group)
     return everyone
 
 
@@ -206,8 +225,8 @@ def _multiply_for(seconds: float, side: int = 384) -> float:
     return flops
 
 
-def _wait(sent: Tensor, *, polls: bool) -> float:
-    work = dist.all_reduce(sent, async_op=True)
+def _wait(group: dist.ProcessGroup | None, *, polls: bool) -> float:
+    work = dist.all_reduce(torch.ones(1), async_op=True, group=group)
     assert work is not None
     while polls and not work.is_completed():
         pass

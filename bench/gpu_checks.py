@@ -34,7 +34,8 @@ from torch.cuda import nccl
 from vlmcourse.data.questions import KINDS
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
-from vlmcourse.monitor.diagnosis import diagnose
+from vlmcourse.monitor.diagnosis import diagnose, read_run
+from vlmcourse.monitor.loop_log import log_loop
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.monitor.peak import find_peak
 from vlmcourse.monitor.step_clock import PHASES, tells_communication
@@ -155,6 +156,25 @@ def check_diagnosis() -> str:
     shown = [finding.cause for finding in (*found.findings, *found.below)]
     assert steps[-1].alloc_retries or "memory_thrash" not in shown, found
     return str(found).partition(": ")[2]
+
+
+def check_loop_log() -> str:
+    """A loop of one's own on a GPU: every step is written, its phases are there and add up."""
+    model = torch.nn.Linear(2048, 2048, device="cuda")
+    adamw = torch.optim.AdamW(model.parameters())
+    batches = [torch.randn(512, 2048, device="cuda") for _ in range(12)]
+    with tempfile.TemporaryDirectory() as folder:
+        for x in log_loop(batches, folder, model):
+            model(x).square().mean().backward()
+            adamw.step()
+            adamw.zero_grad()
+        steps, device = read_step_log(folder)[0].steps, read_run(folder).device
+    assert len(steps) == 12 and device == "cuda", (len(steps), device)
+    for record in steps:
+        parts = [getattr(record, f"{phase}_s") for phase in PHASES]
+        assert abs(sum(parts) - record.step_s) < 1e-3 * record.step_s + 1e-6, record
+        assert record.forward_s and record.backward_s and record.optimizer_s and record.allocated_bytes, record
+    return f"12 steps; backward {1e3 * (steps[-1].backward_s or 0):.2f} ms of {1e3 * steps[-1].step_s:.2f} in the last"
 
 
 def check_bf16() -> str:
@@ -613,6 +633,7 @@ CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("a step's phases are timed by events", 1, partial(check_step_clock, "single", 1)),
     Check("a run on a GPU is diagnosed", 1, check_diagnosis),
+    Check("a loop of one's own is logged by events", 1, check_loop_log),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
     Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
     Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),

@@ -6,7 +6,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
-(speed-ups, and what becomes of the efficiency), `symptoms` (GPU use, memory and parts of every step).
+(speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -24,6 +25,7 @@ from vlmcourse.plots.fragmentation import plot_memory_map, plot_memory_over_time
 from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state, plot_states
+from vlmcourse.plots.monitoring import plot_phases, plot_token_rates, plot_training_by_tower
 from vlmcourse.plots.offload import plot_offload
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
 from vlmcourse.plots.precision import (
@@ -36,6 +38,7 @@ from vlmcourse.plots.precision import (
 )
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
 from vlmcourse.plots.scaling import plot_losses_of_efficiency, plot_speedups
+from vlmcourse.plots.steps import plot_diagnoses, plot_gains, plot_rank_times, plot_steps
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.symptoms import plot_trace
@@ -53,8 +56,10 @@ __all__ = [
     "plot_formats",
     "plot_conversations",
     "plot_cuts",
+    "plot_diagnoses",
     "plot_drift",
     "plot_gathered_weights",
+    "plot_gains",
     "plot_holdings",
     "plot_kept_tensors",
     "plot_ledgers",
@@ -68,8 +73,10 @@ __all__ = [
     "plot_norm_errors",
     "plot_offload",
     "plot_overlap",
+    "plot_phases",
     "plot_precision_losses",
     "plot_refusal",
+    "plot_rank_times",
     "plot_remedies",
     "plot_roundings",
     "plot_sample_weights",
@@ -81,11 +88,14 @@ __all__ = [
     "plot_states",
     "plot_step_formats",
     "plot_step_ledgers",
+    "plot_steps",
     "plot_strategies",
     "plot_sync",
     "plot_timeline",
+    "plot_token_rates",
     "plot_tokens",
     "plot_towers",
     "plot_trace",
     "plot_training",
+    "plot_training_by_tower",
 ]

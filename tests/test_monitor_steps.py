@@ -662,7 +662,9 @@ def test_a_measured_peak_is_of_the_fastest_product(monkeypatch: pytest.MonkeyPat
         ([(10.0, 1, 2, 0, 7), (4.0, 1, 2, 0, 7)], (14.0, 2)),  # of which one is slower
     ],
 )
-def test_ranks_together_do_no_more_than_their_cores(ranks: list[tuple[float, ...]], expected: tuple[float, int]) -> None:
+def test_ranks_together_do_no_more_than_their_cores(
+    ranks: list[tuple[float, ...]], expected: tuple[float, int]
+) -> None:
     assert peak.add_peaks([peak.RankPeak(*rank) for rank in ranks]) == pytest.approx(expected)
 
 
@@ -671,15 +673,17 @@ def test_the_peak_of_a_run_is_of_all_ranks_and_unknown_if_one_is(monkeypatch: py
     monkeypatch.setattr(peak, "num_usable_cores", lambda: 8)
     monkeypatch.setattr(peak.torch, "get_num_threads", lambda: 1)
 
-    def gather(mine: list[float], ranks: Ranks) -> list[list[float]]:
-        return [mine, [other, *mine[1:3], 1.0, mine[4]]]
+    def tell(other: float) -> None:
+        """Rank 1 has measured `other`."""
+        monkeypatch.setattr(peak, "gather_numbers", lambda mine, _: [mine, [other, *mine[1:3], 1.0, mine[4]]])
 
-    monkeypatch.setattr(peak, "gather_numbers", gather)
     for other, expected in ((10.0, 20.0), (30.0, 60.0), (float("nan"), None)):
+        tell(other)
         found = peak.find_run_peak(ALONE, "fp32")
         assert (found and found.flop_per_s) == expected
         assert found is None or found.source == "said; 2 rank(s) on 2 core(s)"
-    gpus, other = dataclasses.replace(ALONE, device=torch.device("cuda", 0)), 30.0
+    tell(30.0)
+    gpus = dataclasses.replace(ALONE, device=torch.device("cuda", 0))
     assert peak.find_run_peak(gpus, "fp32") == Peak(40.0, "said; 2 rank(s)")  # two cards
 
 
@@ -688,7 +692,7 @@ def test_a_run_says_what_its_utilisation_is_of(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     found = find_run_peak(ALONE, "fp32")
     assert found is not None and found.flop_per_s == about["hardware"]["peak_flop_per_s"] > 1e8
-    assert about["hardware"]["peak_source"].startswith("measured: best of the products of ") and row["performance/mfu"]
+    assert about["hardware"]["peak_source"].startswith("measured: best of ") and row["performance/mfu"]
     assert {"performance/mfu", "performance/hfu", "FLOPs"} == set(about["formulas"])
 
 

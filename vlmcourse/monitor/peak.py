@@ -1,7 +1,7 @@
 """The most FLOP/s that a run's devices can do: what MFU and HFU divide by.
 
-Enters: the ranks, their devices, a training precision. Leaves: a `Peak` with its source in words, of one rank or of all,
-or None where nobody knows. For a GPU it is the datasheet's, by the name of the card; an unknown card has none. A CPU's
+Enters: the ranks, their devices, a training precision. Leaves: a `Peak` with its source in words, of one rank or of
+all, or None where nobody knows. For a GPU it is the datasheet's, by the name of the card; an unknown card has none. A CPU's
 datasheet says little, since clock and cores in use vary: there it is measured when training begins, as the best of many
 matrix products within `MEASURED_S`, so that a busy moment does not lower it. Ranks that share cores cannot do more
 together than the cores: the run's peak counts no core twice.
@@ -162,5 +162,5 @@ def _measure_cpu(dtype: str, num_threads: int) -> Peak:
         seconds.append(time.perf_counter() - started_s)
     return Peak(
         2 * side**3 / min(seconds),
-        f"measured: best of the products of {side} x {side} in {dtype} on {num_threads} CPU thread(s) in {MEASURED_S} s",
+        f"measured: best of {len(seconds)} products of {side} x {side} in {dtype} on {num_threads} CPU thread(s)",
     )

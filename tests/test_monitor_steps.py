@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import threading
@@ -21,7 +22,8 @@ from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, confi
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import parse_config
-from vlmcourse.monitor import peak, step_clock, step_log, waits
+from vlmcourse.monitor import peak, rank_spread, step_clock, step_log, waits
+from vlmcourse.monitor.energy import EnergyMeter
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
 from vlmcourse.monitor.peak import Peak, find_peak, find_run_peak
@@ -400,6 +402,27 @@ def test_a_full_disk_stops_no_run_and_is_said_once(tmp_path: Path, caplog: pytes
     ]
 
 
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "energy" / "rank0000.json"
+    EnergyMeter().save(tmp_path, 0)
+    before = path.read_bytes()
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+    def write_no_more(part: Path, _: bytes) -> int:
+        part.touch()  # a full disk still takes a name
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_no_more)
+    with pytest.raises(OSError, match="No space left"):
+        EnergyMeter().save(tmp_path, 0)
+    with pytest.raises(OSError, match="No space left"):
+        StepLogWriter(tmp_path, 0)
+    assert list(path.parent.iterdir()) == [path] and path.read_bytes() == before
+    assert list((tmp_path / "steps").iterdir()) == []
+
+
 # --- Runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -703,3 +726,11 @@ def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step()
     ranks = [rank(10, 8), rank(10, 2), rank(11, 7)]
     assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 8 / 3}
     assert row_meter._spread([*ranks, rank(10, float("nan"))]) == {} and row_meter._spread(ranks[:1]) == {}
+
+
+def test_the_slowest_rank_is_compared_with_the_others_of_which_it_is_none() -> None:
+    assert rank_spread.find_slowest({0: 1.0, 1: 100.0}) == (1, 100.0)  # with its own time in the median: 1.98
+    assert rank_spread.find_slowest({0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0}) == (0, 3.0)
+    assert rank_spread.find_slowest({4: 2.0, 5: 2.0}) == (4, 1.0)
+    assert rank_spread.find_slowest({0: 1.0}) == rank_spread.find_slowest({0: 1.0, 1: 0.0}) == (0, None)
+    assert rank_spread.describe_slowest(2) == "the other rank's"

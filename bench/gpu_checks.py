@@ -31,9 +31,11 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+from vlmcourse.data.questions import KINDS
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
-from vlmcourse.monitor.diagnosis import diagnose
+from vlmcourse.monitor.diagnosis import diagnose, read_run
+from vlmcourse.monitor.loop_log import log_loop
 from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.monitor.peak import find_peak
 from vlmcourse.monitor.step_clock import PHASES, tells_communication
@@ -133,6 +135,8 @@ def check_step_clock(strategy: str, nproc: int) -> str:
     row = result["rows"][-1]
     peak = find_peak(torch.device("cuda", 0), "fp32")
     assert ("performance/mfu" in row) == (peak is not None) and row["memory/peak_reserved_gib"] > 0, row
+    kinds = [row[f"loss/{kind.name}"] for kind in KINDS]  # every answer of the digits has a kind
+    assert min(kinds) <= row["loss/total"] <= max(kinds), row
     # The clock's events and the log's wall clock must tell of the same steps.
     warm = result["steps"][0][5:]
     event_ms = 1e3 * fmean(record.step_s for record in warm)
@@ -152,6 +156,25 @@ def check_diagnosis() -> str:
     shown = [finding.cause for finding in (*found.findings, *found.below)]
     assert steps[-1].alloc_retries or "memory_thrash" not in shown, found
     return str(found).partition(": ")[2]
+
+
+def check_loop_log() -> str:
+    """A loop of one's own on a GPU: every step is written, its phases are there and add up."""
+    model = torch.nn.Linear(2048, 2048, device="cuda")
+    adamw = torch.optim.AdamW(model.parameters())
+    batches = [torch.randn(512, 2048, device="cuda") for _ in range(12)]
+    with tempfile.TemporaryDirectory() as folder:
+        for x in log_loop(batches, folder, model):
+            model(x).square().mean().backward()
+            adamw.step()
+            adamw.zero_grad()
+        steps, device = read_step_log(folder)[0].steps, read_run(folder).device
+    assert len(steps) == 12 and device == "cuda", (len(steps), device)
+    for record in steps:
+        parts = [getattr(record, f"{phase}_s") for phase in PHASES]
+        assert abs(sum(parts) - record.step_s) < 1e-3 * record.step_s + 1e-6, record
+        assert record.forward_s and record.backward_s and record.optimizer_s and record.allocated_bytes, record
+    return f"12 steps; backward {1e3 * (steps[-1].backward_s or 0):.2f} ms of {1e3 * steps[-1].step_s:.2f} in the last"
 
 
 def check_bf16() -> str:
@@ -595,6 +618,12 @@ def check_profile(strategy: str, nproc: int) -> str:
         assert bool(sent) == (nproc > 1), f"{len(sent)} kernels of NCCL on {nproc} rank(s)"
     summary = summarise(trace)
     assert all(0 <= of.exposed_s <= of.communication_s for of in summary.ranks), summary
+    assert summary.on_gpu and all(of.num_operators > of.num_short >= 0 for of in summary.ranks), (
+        "kernels are not counted"
+    )
+    for of in summary.ranks:  # each step's samples go to the GPU, which is what a diagnosis reads of copies
+        up = [copy for copy in of.copies if copy.direction == "HtoD"]
+        assert up and up[0].num_bytes > 0 and 0 <= up[0].exposed_s <= up[0].seconds, of.copies
     return str(summary)
 
 
@@ -604,6 +633,7 @@ CHECKS = (
     Check("one GPU trains; peak memory from the allocator", 1, check_single),
     Check("a step's phases are timed by events", 1, partial(check_step_clock, "single", 1)),
     Check("a run on a GPU is diagnosed", 1, check_diagnosis),
+    Check("a loop of one's own is logged by events", 1, check_loop_log),
     Check("bf16 autocast stays near fp32", 1, check_bf16),
     Check("fp16 autocast with a loss scaler stays near fp32", 1, lambda: check_precision("fp16")),
     Check("bf16 weights with fp32 master copies stay near fp32", 1, lambda: check_precision("bf16_master")),

@@ -75,7 +75,7 @@ LEDGERS = ("fsdp", "ddp", "tp", "ulysses", "1f1b", "gpipe", "interleaved")
 
 
 def is_exact(strategy: str) -> bool:
-    """Whether a strategy's cases also run in float64, where all of them must be one process's run to 1e-9.
+    """Whether a strategy's cases on ranks run in float64, where all of them must be one process's run to 1e-9.
 
     Not those of another precision or with frozen towers, nor an adaptive pipeline, whose first step is that of 1f1b.
     """
@@ -131,9 +131,9 @@ def exact_gradients(strategy: str, policy: str, ranks: Ranks) -> dict[str, torch
     return found
 
 
-def run_case(strategy: str, policy: str, ranks: Ranks) -> dict[str, Any]:
+def run_case(strategy: str, policy: str, ranks: Ranks, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Make a step; return its loss, whole gradients, collectives, and the most that was kept."""
-    trainer = build_case(strategy, policy, ranks)
+    trainer = build_case(strategy, policy, ranks, dtype)
     gradients: list[dict[str, torch.Tensor]] = []
     calls: dict[str, int] = {}
     with ActivationMeter() as meter, CollectiveCounter() as counter:

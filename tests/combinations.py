@@ -17,7 +17,8 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import VLMShape
 from vlmcourse.train.trainer import Trainer
 
-NUM_STEPS = 3
+NUM_STEPS = 2
+"""The second uses weights and moments of the first; what it makes of them is compared as weights."""
 WEIGHT_SEED = 100
 
 

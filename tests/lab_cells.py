@@ -17,6 +17,8 @@ CHAPTER_OF = {
     "ex04_3": "ch03_precision",
     "lab04_1": "ch04_checkpointing",
     "ex04_4": "ch05b_memory_engines",
+    "ex04_5": "ch06b_diagnosis",
+    "ex04_6": "ch06b_diagnosis",
     "lab05_1": "ch05_zero_offload",
     "lab06_1": "ch06_monitoring",
 }

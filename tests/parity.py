@@ -27,6 +27,7 @@ from vlmcourse.train.trainer import Trainer
 
 GLOBAL_BATCH_SIZE = 8
 NUM_STEPS = 5
+"""The fifth is the first of the second epoch. Cases that say how many steps they have stay within the first."""
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp64": 1e-9}
 """fp32: a few roundings of sums added in another order. bf16: 8 significant bits in every matrix product. fp64: the
 model in float64, where those roundings are 1e-16 each and anything that remains is a mistake."""
@@ -43,9 +44,9 @@ MAX_GRAD_NORM = 0.5
 """Below what is measured at every step, so that clipping is active."""
 CASES: dict[str, dict[str, Any]] = {
     "all towers": {},
-    "vision frozen": {"model.freeze": ["vision"]},
-    "vision and projector frozen": {"model.freeze": ["vision", "projector"]},
-    "language frozen": {"model.freeze": ["language"]},
+    "vision frozen": {"model.freeze": ["vision"], "train.num_steps": 3},
+    "vision and projector frozen": {"model.freeze": ["vision", "projector"], "train.num_steps": 3},
+    "language frozen": {"model.freeze": ["language"], "train.num_steps": 3},
     "clipping off": {"train.max_grad_norm": 0, "train.num_steps": 3},
     "tied embeddings": {"model.preset": "small", "train.num_steps": 3},
     "bf16": {"train.precision": "bf16", "train.num_steps": 2},

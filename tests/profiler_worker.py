@@ -1,7 +1,8 @@
 """What two ranks do for `test_monitor_profiler.py`. Usage: profiler_worker.py FOLDER.
 
 Each rank trains the tiny model with steps recorded: with a loader that sleeps on rank 1, with a rank 1 that sleeps
-between forward and backward, and as a pipeline; then it runs a loop of its own, once with too few steps.
+between forward and backward, as a pipeline, and under the engines of two other projects; then it runs a loop of its
+own, once with too few steps.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
     "slow loader": {"strategy": "fsdp"},
     "sleeping rank": {"strategy": "ddp"},
     "pipeline": {"strategy": "single", "pp": 2},
+    "accelerate": {"strategy": "accelerate-ddp"},
+    "deepspeed": {"strategy": "deepspeed-zero3"},
 }
 """Name -> how the ranks share the work."""
 FIRST_STEP, NUM_STEPS = 3, 4
 """The first recorded step of a run, and the last."""
+DIAGNOSED, DIAGNOSED_STEPS = "pipeline", 11
+"""The case that goes on after its profile for as many steps as a diagnosis needs."""
 
 
 def sleeping(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +55,7 @@ def train(name: str, folder: Path, ranks: Ranks) -> str:
         {
             "run": {"output_dir": str(folder), "name": name.replace(" ", "_")},
             "train": {
-                "num_steps": NUM_STEPS,
+                "num_steps": DIAGNOSED_STEPS if name == DIAGNOSED else NUM_STEPS,
                 "micro_batch_size": 2,
                 "accumulation_steps": 2 if name == "pipeline" else 1,
             },

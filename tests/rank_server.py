@@ -24,7 +24,7 @@ BOOT = (
     "from rank_server import main; main(int(sys.argv.pop()))"
 )
 ARGV = "RANK_SERVER_ARGV"
-"""The variable that holds the script and its arguments, as JSON."""
+"""The variable that holds the script, or -m and a module, and its arguments, as JSON."""
 MODULES = ("vlmcourse.train.trainer", "torch._dynamo", "torch.distributed.fsdp", "transformers")
 """What a script or the first step of an optimizer would import."""
 
@@ -33,18 +33,22 @@ def main(control_fd: int) -> None:
     """Import, then serve until pytest's end of the socket is closed."""
     for name in MODULES:
         importlib.import_module(name)
+    assert "matplotlib" not in sys.modules, "an answer to lab 5.1 is to import it late"
     fork_server.IDLE_MODULES = ()
     fork_server.run_rank = run_script
     fork_server.main(control_fd)
 
 
 def run_script(request: dict) -> int:
-    """Run a script as `python SCRIPT ARGUMENTS` would; return the exit code."""
+    """Run a script as `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` would; return the exit code."""
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv[:] = json.loads(os.environ.pop(ARGV))
-    sys.path[:] = [str(Path(sys.argv[0]).parent), *request["sys_path"]]
+    is_module = sys.argv[0] == "-m"
+    if is_module:
+        del sys.argv[0]
+    sys.path[:] = [*([] if is_module else [str(Path(sys.argv[0]).parent)]), *request["sys_path"]]
     import numpy
     import torch
 
@@ -54,7 +58,10 @@ def run_script(request: dict) -> int:
     numpy.random.seed()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

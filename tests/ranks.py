@@ -15,7 +15,7 @@ from rank_server import ScriptStarter
 
 from vlmcourse.notebook.failure import RankFailure
 from vlmcourse.notebook.jobs import open_job_folder
-from vlmcourse.notebook.launcher import run_ranks
+from vlmcourse.notebook.launcher import RanksResult, run_ranks
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
@@ -43,6 +43,19 @@ def run_worker(script: str, *arguments: str, nproc: int = 2, timeout_s: float = 
             )
         except RankFailure as error:
             raise AssertionError("\n".join([*lines[-80:], str(error)])) from error
+
+
+def run_ranks_forked(argv: list[str], nproc: int, **options: Any) -> RanksResult:
+    """Do as `run_ranks`, and fork the ranks from the server of worker scripts, which has imported torch.
+
+    For `monkeypatch` in the place of `run_ranks` where a test is about what ranks find, not about how they start.
+    """
+    if sys.platform != "linux":
+        return run_ranks(argv, nproc, **options)
+    assert argv[0] == sys.executable
+    with open_job_folder() as folder:
+        starts_rank = partial(script_starter().start, argv[1:], folder.path)
+        return run_ranks(argv, nproc, private_dir=folder.path, starter=starts_rank, **options)
 
 
 def read_part(factory: pytest.TempPathFactory, script: str, part: str, nproc: int = 2) -> list[dict[str, Any]]:

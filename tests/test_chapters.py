@@ -24,6 +24,7 @@ POINTS = {
     "ch05_zero_offload": (10, 0),
     "ch05b_memory_engines": (15, 3),
     "ch06_monitoring": (4, 0),
+    "ch06b_diagnosis": (34, 6),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
 SHOWN = {
@@ -39,6 +40,12 @@ SHOWN = {
         "the run goes on without it",
         "8 of 8 rows in log.jsonl",
         "finished, step 25 of 25",
+    ),
+    "ch06b_diagnosis": (
+        "mean 576 ms, median 308 ms",
+        "planted: healthy; found: healthy",
+        "planted: queue that runs empty; found: data_loading",
+        "16 of 16 recorded runs",
     ),
 }
 """What cells print that the text around them rests on, as often as it stands here."""

@@ -22,6 +22,7 @@ from vlmcourse import cli
 from vlmcourse.commands import train
 from vlmcourse.commands.train import JSON_KEYS, parse_overrides
 from vlmcourse.config import ConfigError, load_config
+from vlmcourse.monitor.energy import read_energy
 from vlmcourse.notebook.failure import RankEnd, RankFailure
 from vlmcourse.planner.hf_config import hf_config_from_shape
 from vlmcourse.presets import get_model
@@ -480,8 +481,14 @@ def test_an_interrupt_ends_all_ranks_with_a_short_message(long_run: subprocess.P
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_killed_rank_ends_the_run_and_is_named(long_run: subprocess.Popen[str]) -> None:
+def test_a_killed_rank_ends_the_run_is_named_and_has_kept_its_energy(
+    long_run: subprocess.Popen[str], tmp_path: Path
+) -> None:
     ranks = descendants(long_run)
+    kept = [tmp_path / "tiny" / "energy" / f"rank000{rank}.json" for rank in (0, 1)]
+    end_s = time.monotonic() + 30
+    while not all(path.exists() for path in kept) and time.monotonic() < end_s:
+        time.sleep(0.1)
     victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1" and not rank.children())
     victim.kill()
     _, errors = long_run.communicate(timeout=60)
@@ -491,6 +498,8 @@ def test_a_killed_rank_ends_the_run_and_is_named(long_run: subprocess.Popen[str]
     )
     assert re.search(r"it had used \d\S* [MG]iB at most$", errors, re.MULTILINE)
     assert all_gone(ranks)
+    energy = read_energy(tmp_path / "tiny")
+    assert energy.num_ranks == 2 and all(json.loads(path.read_text())["joules_high"] > 0 for path in kept)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import ex04_2_answers
@@ -16,8 +17,9 @@ from ex04_2_answers import (
     WRONG_CHOICES,
     WRONG_STEPS,
 )
+from ranks import run_ranks_forked
 
-from vlmcourse.grading import ex04_2
+from vlmcourse.grading import ex04_2, pair_ranks
 from vlmcourse.grading.pair_ranks import AnswerReports, CaseReports, run_answers
 from vlmcourse.grading.pair_worker import describe_error
 from vlmcourse.grading.step_cases import make_step_cases
@@ -142,7 +144,10 @@ def reports() -> dict[str, Any]:
     answers |= {way: ex04_2_answers._by_hand(way) for way in OTHER_COLLECTIVES}
     answers |= {name: function for name, (function, _) in WRONG_STEPS.items()}
     try:
-        found = run_answers(list(answers.values()), CASES, worker=ex04_2.WORKER, collective_limit_s=5, run_limit_s=250)
+        with mock.patch.object(pair_ranks, "run_ranks", run_ranks_forked):
+            found = run_answers(
+                list(answers.values()), CASES, worker=ex04_2.WORKER, collective_limit_s=5, run_limit_s=250
+            )
     finally:
         cloudpickle.unregister_pickle_by_value(ex04_2_answers)
     return dict(zip(answers, found, strict=True))

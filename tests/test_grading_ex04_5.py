@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean, median
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from ex04_5_answers import FIX, RIGHT, WRONG, find_evidence, find_period, plain, share
+from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse import plots
 from vlmcourse.grading import ex04_5
@@ -288,3 +290,52 @@ def test_a_trace_is_drawn_with_all_of_its_seconds() -> None:
     assert drawn_s == pytest.approx(sum(sum(trace["ranks"][1][key]) for key in SECONDS))
     with pytest.raises(ValueError, match="ranks 0 to 3"):
         plots.plot_trace(trace, rank=4)
+
+
+# --- The notebook ---------------------------------------------------------------------------------------------------
+
+EXERCISE = "ex04_5"
+SOLUTIONS = ("trace", "period", "evidence", "choose", "diagnose")
+
+
+def test_the_notebook_asks_what_is_tested_here() -> None:
+    assert stated_points(EXERCISE) == {
+        "ex04_5_period_test": 3,
+        **{f"ex04_5_{part}_test": points for part, points in POINTS.items()},
+        "ex04_5_words": 3,
+    }
+    released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
+    assert len(seeds) == 4 and not any(seed in released for seed in seeds)
+    assert "HIDDEN" not in released and "**An answer.**" not in released and "decodes =" not in released
+
+
+def test_the_reference_answers_of_the_notebook_earn_all_points() -> None:
+    space = reference(EXERCISE, *(f"ex04_5_{name}" for name in SOLUTIONS))
+    diagnose: Any = space["diagnose"]
+    for seed in CASES:
+        assert {part: grade(part, diagnose, seed) for part in POINTS} == POINTS
+    assert ex04_5.check_period(space["find_period"], 3, 620914, 24) == 3
+    cause, (quantity, rank, period), fix = diagnose(space["trace"])
+    assert (cause, quantity, rank, fix) == (
+        "queue_runs_empty",
+        "data_wait_s",
+        None,
+        "more_workers",
+    ) and 5 <= period <= 7
+
+
+def test_the_answer_in_words_keeps_to_its_own_limit() -> None:
+    cells = read_cells("solutions", EXERCISE)
+    stated = re.search(r"In (\d+) to (\d+) words", cells["ex04_5_words_task"].source)
+    assert stated is not None
+    answer = cells["ex04_5_words"].source.split("**Rubric")[0].removeprefix("**An answer.**")
+    assert int(stated[1]) <= len(answer.split()) <= int(stated[2])
+
+
+@pytest.mark.notebook
+def test_the_blank_release_prints_that_nothing_is_solved_and_gives_no_points() -> None:
+    found = run_blank(EXERCISE)
+    assert len(found) == 4
+    for name, (printed, result) in found.items():
+        assert "is not solved yet" in printed and float(result) == 0, name

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ex04_6_answers import PARTS, RIGHT, WRONG, plain
+from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse.grading import ex04_6
 from vlmcourse.grading.scaling_cases import (
@@ -144,3 +146,46 @@ def test_a_blank_answer_or_another_signature_earns_nothing_and_says_why(capsys: 
     names = ("speedup_and_efficiency", "fit_serial_fraction", "split_loss", "rank_fixes", "gain_together")
     assert lines[:5] == [f"{name} is not solved yet" for name in names]
     assert lines[5].startswith("your function must take (ranks, step_s)") and "not a function but NoneType" in lines[6]
+
+
+# --- The notebook ---------------------------------------------------------------------------------------------------
+
+EXERCISE = "ex04_6"
+FUNCTIONS = ("speedup_and_efficiency", "fit_serial_fraction", "split_loss", "rank_fixes", "gain_together")
+
+
+def test_the_notebook_asks_what_is_tested_here() -> None:
+    assert stated_points(EXERCISE) == {f"ex04_6_{part}_test": points for part, points in POINTS.items()} | {
+        "ex04_6_words": 3
+    }
+    released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
+    assert len(seeds) == 5 and not any(seed in released for seed in seeds)
+    assert "HIDDEN" not in released and "**An answer.**" not in released and "longest =" not in released
+
+
+def test_the_reference_answers_of_the_notebook_earn_all_points() -> None:
+    space = reference(EXERCISE, "ex04_6_team", *(f"ex04_6_{part}" for part in PARTS))
+    functions = {part: space[name] for part, name in zip(PARTS, FUNCTIONS, strict=True)}
+    for seed in CASES:
+        assert {part: grade(part, functions, seed) for part in PARTS} == POINTS
+    team = make_team()
+    assert space["team_alone"] == team.alone
+    for shown, graded in zip(space["team_by_rank"], team.by_rank, strict=True):
+        assert shown == pytest.approx(graded)
+
+
+def test_the_answer_in_words_keeps_to_its_own_limit() -> None:
+    cells = read_cells("solutions", EXERCISE)
+    stated = re.search(r"In (\d+) to (\d+) words", cells["ex04_6_words_task"].source)
+    assert stated is not None
+    answer = cells["ex04_6_words"].source.split("**Rubric")[0].removeprefix("**An answer.**")
+    assert int(stated[1]) <= len(answer.split()) <= int(stated[2])
+
+
+@pytest.mark.notebook
+def test_the_blank_release_prints_that_nothing_is_solved_and_gives_no_points() -> None:
+    found = run_blank(EXERCISE)
+    assert len(found) == 5
+    for name, (printed, result) in found.items():
+        assert "is not solved yet" in printed and float(result) == 0, name

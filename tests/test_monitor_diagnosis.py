@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_up_logs import GIB, USUAL, only, write_log
 from ranks import run_worker
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +21,7 @@ from vlmcourse import cli
 from vlmcourse.config import parse_config
 from vlmcourse.faults.catalog import BASE, FAULTS
 from vlmcourse.faults.planted import run_name, run_planted
-from vlmcourse.monitor.diagnosis import CAUSES, HEALTHY, Diagnosis, Finding, diagnose, thresholds
+from vlmcourse.monitor.diagnosis import CAUSES, HEALTHY, Diagnosis, diagnose, thresholds
 from vlmcourse.monitor.recorded import recorded_causes, recorded_run
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, read_step_log
 from vlmcourse.parallel.ranks import Ranks
@@ -32,60 +32,6 @@ from vlmcourse.train.trainer import Trainer
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
 pytestmark = pytest.mark.timeout(600)  # runs take minutes where others use the cores
 KINDS = [name for name, fault in FAULTS.items() if fault.cause != HEALTHY]
-GIB = 2**30
-USUAL: dict[str, Any] = {
-    "data_wait_s": 0.002,
-    "forward_s": 0.03,
-    "backward_s": 0.06,
-    "communication_s": 0.004,
-    "optimizer_s": 0.004,
-}
-
-
-def write_log(
-    folder: Path,
-    change: Callable[[int, int], Mapping[str, Any]] = lambda rank, step: {},
-    *,
-    world_size: int = 2,
-    num_steps: int = 23,
-    config: Mapping[str, Any] | None = None,
-    hardware: Mapping[str, Any] | None = None,
-    rows: list[dict[str, Any]] | None = None,
-    between: Callable[[int, int], tuple[str, float] | None] = lambda rank, step: None,
-) -> Path:
-    """Write a made-up run: each step is `USUAL` with what `change(rank, step)` says; the ranks wait for the longest."""
-    starts_s = 0.0
-    writers = [StepLogWriter(folder, rank) for rank in range(world_size)]
-    for step in range(1, num_steps + 1):
-        parts = [USUAL | {"other_s": 0.0} | dict(change(rank, step)) for rank in range(world_size)]
-        events = [between(rank, step) for rank in range(world_size)]
-        own_s = [sum(v for name, v in p.items() if name.endswith("_s") and name != "data_cpu_s") for p in parts]
-        for rank, writer in enumerate(writers):
-            fields: dict[str, Any] = {
-                "samples": 8,
-                "tiles": 8,
-                "text_tokens": 400,
-                "image_tokens": 32,
-                "padding_tokens": 16,
-            }
-            fields |= {"micro_batches": 1, "world_size": world_size} | parts[rank]
-            fields["communication_s"] += max(own_s) - own_s[rank]
-            writer.write(StepRecord(step=step, start_s=starts_s, step_s=max(own_s), **fields))
-            if (event := events[rank]) is not None and event[0] != "nothing":
-                writer.write(EventRecord(event=event[0], step=step, start_s=starts_s + max(own_s), seconds=event[1]))
-        starts_s += max(own_s) + max(event[1] if event else 0.0 for event in events)
-    for writer in writers:
-        writer.close()
-    (folder / "config.json").write_text(json.dumps({"parallel": {"strategy": "ddp"}} | dict(config or {})))
-    known = {"device": "cpu", "threads": 1, "memory_bytes": 16 * GIB} | dict(hardware or {})
-    (folder / "run.json").write_text(json.dumps({"hardware": known}))
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or []))
-    return folder
-
-
-def only(found: Diagnosis) -> Finding:
-    assert len(found.findings) == 1, [(finding.cause, finding.share) for finding in found.findings]
-    return found.findings[0]
 
 
 # --- Real runs ------------------------------------------------------------------------------------------------------
@@ -285,7 +231,13 @@ def test_a_bubble_is_no_straggler_and_its_fixes_know_the_longest_stage(tmp_path:
 
     found = diagnose(write_log(tmp_path, change, config=config))
     finding = only(found)
-    assert finding.cause == "pipeline_bubble" and "equal stages" in finding.fixes[0].what
+    assert finding.cause == "pipeline_bubble" and "data-parallel" in finding.fixes[0].what
+    equal, longest = finding.fixes[1:]
+    assert "equal stages" in equal.what and "equal stages" not in longest.what
+    # Two more than now start 500 operations a stage each; eight in all would have a smaller bubble, and start too many.
+    longer_s = 2 * 500 * thresholds.CPU_OPERATOR_S
+    assert longest.what.startswith("train.accumulation_steps = 4, train.micro_batch_size = 4")
+    assert longest.tokens_per_s == pytest.approx(432 / ((0.094 + longer_s) * 5 / 4))
     assert found.tokens_per_s == pytest.approx(432 / found.step_s)  # both ranks have the same samples
     assert any("a bubble of 33%" in sentence for sentence in finding.evidence)
 
@@ -386,7 +338,8 @@ def test_a_live_run_is_diagnosed_up_to_what_all_ranks_have(tmp_path: Path) -> No
     (folder / "config.json").write_text('{"parallel": {"str')
     found = diagnose(folder)
     assert found.last_step == 19 and found.cause == "communication"
-    assert "no config.json" in found.notes[0]
+    assert "rank 1 has written up to step 20, rank 0 up to step 23" in found.notes[0]
+    assert "no config.json" in found.notes[1]
 
 
 def test_too_few_steps_and_no_run_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,6 +298,50 @@ def test_energy_of_rapl_counts_once_a_machine(monkeypatch: pytest.MonkeyPatch) -
         return build_probe(torch.device("cpu"), local_rank, print)[1]
 
     assert [counts(RAPL, 0), counts(RAPL, 1), counts(ESTIMATE, 0), counts(ESTIMATE, 1)] == [True, False, True, True]
+
+
+def test_energy_is_kept_while_a_run_goes_on_and_a_disk_that_takes_none_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu, "KEEP_EVERY_S", 0.0)
+    looks = [GpuSample(energy_joules=50.0 + i) for i in range(500)]
+    sampler = HardwareSampler(Script(*looks), period_s=0.01)
+
+    def wait_for(is_so: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 20
+        while not is_so() and time.monotonic() < until_s:
+            time.sleep(0.005)
+        assert is_so()
+
+    def kept() -> float:
+        return read_energy(tmp_path).joules_low
+
+    wait_for(lambda: sampler.meter.joules_low > 0)
+    assert not (tmp_path / energy.FOLDER_NAME).exists()  # the folder may still be an earlier run's
+    sampler.keep_in(tmp_path, 3)
+    wait_for((tmp_path / energy.FOLDER_NAME / "rank0003.json").exists)
+    before = kept()
+    wait_for(lambda: kept() > before)
+    again = EnergyMeter()
+    again.go_on(tmp_path, 3)
+    assert again.joules_low >= before
+    sampler.keep_in(tmp_path / "gone", 3)
+    num_looks = sampler.meter.joules_low
+    wait_for(lambda: sampler.meter.joules_low > num_looks + 3)
+    sampler.close()
+    assert len(caplog.records) == 1 and "rank 3: the energy so far is not kept in" in caplog.text
+    monkeypatch.setattr(gpu, "KEEP_EVERY_S", 3600.0)
+    for counts in (True, False):
+        folder = tmp_path / str(counts)
+        folder.mkdir()
+        sampler = HardwareSampler(Script(*looks), period_s=0.005, counts_energy=counts)
+        sampler.keep_in(folder, 0)
+        if counts:  # once, and not with each look
+            wait_for((folder / energy.FOLDER_NAME / "rank0000.json").exists)
+        first = read_energy(folder).joules_low if counts else 0.0
+        wait_for(lambda sampler=sampler, first=first: sampler.meter.joules_low > first + 3)
+        sampler.close()
+        assert read_energy(folder).joules_low == first if counts else not (folder / energy.FOLDER_NAME).exists()
 
 
 def test_a_rank_is_watched_from_start_to_end_and_keeps_its_energy(tmp_path: Path) -> None:

@@ -276,3 +276,12 @@ def test_a_storage_may_go_while_the_sizes_of_others_are_read() -> None:
     with book:
         torch.empty(0)
     assert book.live_bytes[OTHER] == 32
+
+
+def test_gradients_of_a_second_step_are_found_though_those_of_the_first_were() -> None:
+    layer = nn.Linear(8, 8)
+    with StepLedger(layer) as ledger:
+        for _ in range(2):
+            layer.zero_grad()
+            layer(torch.ones(2, 8)).sum().backward()
+    assert ledger.samples[-1].by_owner()["gradients"] == 4 * (64 + 8)

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -349,6 +350,43 @@ def test_trackio_is_called_as_its_signatures_say_and_no_step_twice(
     logged = [call[1:] for call in calls if call[0] == "log"]
     assert logged == [({"loss/total": 0.5}, 1), ({"loss/total": 0.5}, 2), ({"loss/total": 0.25}, 3)]
     assert calls.count(("finish",)) == 2 and told[-1] == {"finished": True}
+
+
+READ_TRACKIO = """
+import json
+from trackio.sqlite_storage import SQLiteStorage
+found = []
+for name in SQLiteStorage.get_runs("p"):
+    found.append([name, SQLiteStorage.get_logs("p", name), SQLiteStorage.get_run_config("p", name)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("trackio") is None, reason="trackio is not installed; CONTRIBUTING.md says how to"
+)
+def test_trackio_keeps_rows_in_its_own_store_and_goes_on_after_a_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = parse_config({"logging": {"loggers": ["trackio"], "project": "p", "timeout_s": 60}}).logging
+    said: list[str] = []
+    for keep, steps in ((None, (1, 2)), (1, (2, 3))):
+        loggers = build_loggers(config, ("step",), said.append)
+        loggers.start(info_of(tmp_path, keep))
+        for step in steps:
+            loggers.log({"step": step, "loss/total": step / 2, "loss/count": 0.1, "eval/exact_match": None, "why": "?"})
+        loggers.close()
+    assert not said and capfd.readouterr() == ("", "")
+    # In a process of its own: trackio chooses its folder as it is imported.
+    found = subprocess.run([sys.executable, "-c", READ_TRACKIO], capture_output=True, text=True, timeout=60, check=True)
+    [[name, logs, kept]] = json.loads(found.stdout.splitlines()[-1])
+    assert name == "r-" + json.loads((tmp_path / "trackio_run.json").read_text())["run_id"]
+    assert [log.pop("timestamp") is not None for log in logs] == [True] * 3
+    assert logs == [{"step": step, "loss/total": step / 2, "loss/count": 0.1} for step in (1, 2, 3)]
+    assert kept["train"] == {"num_steps": 4} and kept["hardware"] == {"machine": "2 cores"}
 
 
 def test_a_run_that_was_killed_is_finished_as_one_that_failed(tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from profiler_worker import CASES, FIRST_STEP, LONG_SLEEP_S, NUM_STEPS, SLEEP_S
+from profiler_worker import CASES, DIAGNOSED, FIRST_STEP, LONG_SLEEP_S, NUM_STEPS, SLEEP_S
 from ranks import run_worker
 
 from vlmcourse import cli
 from vlmcourse.config import ConfigError, parse_config
+from vlmcourse.monitor.diagnosis import diagnose
+from vlmcourse.monitor.profile_summary import SUMMARY_JSON, read_summary
 from vlmcourse.monitor.profiler import profile_steps
-from vlmcourse.monitor.trace_activity import read_activities, read_step_spans
+from vlmcourse.monitor.trace_activity import interval_of, read_activities, read_step_spans
 from vlmcourse.monitor.trace_files import STEP_PREFIX, find_format_problems, read_traces
 from vlmcourse.monitor.trace_merge import ABOUT, MERGED_NAME, read_merged
 from vlmcourse.monitor.trace_summary import EXPOSED, IDLE, TraceSummary, summarise
@@ -55,6 +57,28 @@ def test_every_rank_writes_a_trace_that_names_steps_and_phases(found: Found) -> 
             forwards, backwards = activity.phases[FORWARD], activity.phases[BACKWARD]
             assert forwards[0] < backwards[0] < activity.phases[OPTIMIZER][-1], name
         assert (of_run / "summary.txt").read_text(encoding="utf-8") == f"{summary}\n"
+        assert read_summary(of_run / SUMMARY_JSON) == summary
+
+
+@pytest.mark.slow
+def test_what_engines_of_other_projects_send_is_named(found: Found) -> None:
+    sent: dict[str, set[str]] = {}
+    for name in ("accelerate", "deepspeed"):
+        for activity in read_activities(found[name][1]):
+            inside = [span for span in activity.sent if intersect((interval_of(span),), activity.windows)]
+            sent.setdefault(name, set()).update(span["name"] for span in inside)
+    assert "gloo:all_reduce" in sent["accelerate"] and "gloo:all_gather" not in sent["accelerate"]
+    # ZeRO-3: weights are gathered before they are used, gradients reduced to who owns them
+    assert {"gloo:all_gather", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"} <= sent["deepspeed"]
+
+
+@pytest.mark.slow
+def test_a_diagnosis_reads_the_profile_that_a_run_leaves(found: Found) -> None:
+    diagnosed = diagnose(found[DIAGNOSED][0].parent)
+    assert diagnosed.profile[0].startswith(f"Profile of steps {FIRST_STEP} to {NUM_STEPS}: ")
+    assert diagnosed.first_step == NUM_STEPS + 1 and any("are left out" in note for note in diagnosed.notes)
+    bubble = [finding for finding in (*diagnosed.findings, *diagnosed.below) if finding.cause == "pipeline_bubble"]
+    assert bubble and any("The profile of steps" in sentence for sentence in bubble[0].evidence)
 
 
 @pytest.mark.slow
@@ -204,4 +228,4 @@ def test_a_flag_of_the_command_line_profiles_and_says_what_was_seen(
     assert any(line.startswith("steps 3 to 4: ") for line in said)
     assert "clocks" not in "".join(said), "one rank has one clock"
     names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
-    assert {MERGED_NAME, "summary.txt", "timeline.png"} < names and len(names) == 4
+    assert {MERGED_NAME, "summary.txt", SUMMARY_JSON, "timeline.png"} < names and len(names) == 5

@@ -17,6 +17,7 @@ from parity import build_trainer, parity_config
 from ranks import run_worker
 from ranks_worker import config_in
 from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, config_of
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import parse_config
 from vlmcourse.monitor import peak, step_clock, step_log, waits
@@ -152,7 +153,7 @@ def test_where_a_wait_is_between_streams_communication_is_absent_and_not_zero() 
 
 def test_waits_of_other_threads_are_not_the_steps() -> None:
     clock, calls = StepClock(), []
-    watched = waits._counted(lambda: calls.append(1), clock)
+    watched = waits._counted(lambda: calls.append(1), [clock])
     with clock.step(), mock.patch.object(clock, "phase", side_effect=clock.phase) as phase:
         thread = threading.Thread(target=watched)
         thread.start()
@@ -163,11 +164,116 @@ def test_waits_of_other_threads_are_not_the_steps() -> None:
     assert calls == [1, 1]
 
 
-def test_what_is_watched_is_put_back() -> None:
-    before = dist.Work.wait, waits.functional.wait_tensor
-    with mock.patch.object(dist, "is_initialized", lambda: True), waits.watch_waits(StepClock()):
-        assert dist.Work.wait is not before[0] and waits.functional.wait_tensor is not before[1]
-    assert (dist.Work.wait, waits.functional.wait_tensor) == before
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Let waits be watched without a process group; return the functions as they are before."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    return dist.Work.wait, waits.functional.wait_tensor
+
+
+def functions_now() -> tuple[Any, Any]:
+    return dist.Work.wait, waits.functional.wait_tensor
+
+
+def test_what_is_watched_is_put_back_even_after_an_error(watching: tuple[Any, Any]) -> None:
+    with waits.watch_waits(StepClock()):
+        assert not any(now is before for now, before in zip(functions_now(), watching, strict=True))
+    assert functions_now() == watching
+    with pytest.raises(ZeroDivisionError), waits.watch_waits(StepClock()):
+        raise ZeroDivisionError
+    assert functions_now() == watching
+    with (
+        mock.patch.object(waits, "functional", object()),  # the second place cannot be watched
+        pytest.raises(AttributeError),
+        waits.watch_waits(StepClock()),
+    ):
+        pass
+    assert functions_now() == watching and not waits._watched
+
+
+def test_on_a_gpu_the_calls_count_too_since_they_wait_in_the_stream(watching: tuple[Any, Any]) -> None:
+    names = [name for name in waits.CALLS if hasattr(dist, name)]
+    before = [getattr(dist, name) for name in names]
+    with waits.watch_waits(StepClock()):
+        assert [getattr(dist, name) for name in names] == before
+    with waits.watch_waits(StepClock(torch.device("cuda", 0))):
+        assert not any(getattr(dist, name) is function for name, function in zip(names, before, strict=True))
+    assert [getattr(dist, name) for name in names] == before and {"all_reduce", "broadcast"} <= set(names)
+
+
+@pytest.mark.parametrize(("kind", "tail_s"), [(DistributedDataParallel, 4), (torch.nn.Linear, 0)])
+def test_what_follows_the_last_gradient_is_the_tail_of_ddp_only(
+    kind: type[torch.nn.Module], tail_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda _: fake.pass_s(2))  # computing a gradient
+    with clock.step(), clock.phase("backward"):
+        loss = weight.sum()
+        step_clock.mark_tail(clock, object.__new__(kind), loss)
+        loss.backward()
+        fake.pass_s(4)  # DDP's own callback
+    (times,) = clock.take()
+    assert (times.communication_s, times.backward_s) == (tail_s, 6 - tail_s)
+
+
+def test_clocks_may_come_and_go_in_any_order(watching: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTime(monkeypatch)
+    monkeypatch.setattr(waits.functional, "wait_tensor", lambda seconds: fake.pass_s(seconds))
+    before = functions_now()
+    first, second = StepClock(), StepClock()
+    with first.step(), second.step():
+        outer, inner = waits.watch_waits(first), waits.watch_waits(second)
+        outer.__enter__()
+        waits.functional.wait_tensor(1)
+        inner.__enter__()
+        waits.functional.wait_tensor(2)
+        outer.__exit__(None, None, None)  # the one that came first leaves first
+        waits.functional.wait_tensor(4)
+        inner.__exit__(None, None, None)
+        assert functions_now() == before
+        waits.functional.wait_tensor(8)
+    assert [clock.take()[0].communication_s for clock in (first, second)] == [3, 6]
+
+
+def test_threads_that_watch_leave_nothing_behind(watching: tuple[Any, Any]) -> None:
+    def watch() -> None:
+        for _ in range(50):
+            with waits.watch_waits(StepClock()):
+                pass
+
+    threads = [threading.Thread(target=watch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert functions_now() == watching and not waits._watched
+
+
+def test_what_others_have_replaced_meanwhile_is_theirs(
+    watching: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def theirs() -> None: ...
+
+    with waits.watch_waits(StepClock()):
+        monkeypatch.setattr(waits.functional, "wait_tensor", theirs)
+    assert waits.functional.wait_tensor is theirs and dist.Work.wait is watching[0]
+    monkeypatch.setattr(waits.functional, "wait_tensor", watching[1])
+
+
+def test_an_error_in_a_wait_ends_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, clock = FakeTime(monkeypatch), StepClock()
+
+    def fail() -> None:
+        fake.pass_s(1)
+        raise ZeroDivisionError
+
+    with clock.step():
+        with pytest.raises(ZeroDivisionError):
+            waits._counted(fail, [clock])()
+        fake.pass_s(2)
+    (times,) = clock.take()
+    assert (times.communication_s, times.other_s) == (1, 2)
 
 
 # --- Files ----------------------------------------------------------------------------------------------------------
@@ -196,6 +302,16 @@ def test_a_log_is_read_up_to_its_last_whole_line_and_goes_on_after_a_checkpoint(
     assert log.events == [event]
     StepLogWriter(tmp_path, 0).close()
     assert read_step_log(tmp_path)[0].steps == []
+
+
+def test_of_a_step_that_was_made_twice_the_later_line_counts_and_own_work_leaves_waits_out(tmp_path: Path) -> None:
+    writer = StepLogWriter(tmp_path, 0)
+    for start_s in (1.0, 2.0):
+        writer.write(StepRecord(step=1, start_s=start_s, step_s=0.5, communication_s=0.125))
+    writer.close()
+    (record,) = read_step_log(tmp_path)[0].steps
+    assert record.start_s == 2 and record.own_s == 0.375
+    assert StepRecord(step=1, start_s=0.0, step_s=0.5).own_s is None
 
 
 def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) -> None:
@@ -258,6 +374,8 @@ def test_one_process_writes_every_step_with_its_work_and_events(tmp_path: Path) 
     assert [record.step for record in log.steps] == [1, 2, 3, 4]
     kinds = [(event.event, event.step) for event in log.events]
     assert kinds == [("log", 2), ("checkpoint", 3), ("checkpoint", 4), ("evaluation", 4), ("log", 4)]
+    ends_s = [record.start_s + record.step_s for record in log.steps]
+    assert all(event.start_s > ends_s[event.step - 1] - 1e-3 for event in log.events)  # two clocks
     for step, record in enumerate(log.steps):
         assert sum(getattr(record, part) for part in PARTS) == pytest.approx(record.step_s)
         assert record.communication_s == 0 and record.forward_s and record.backward_s and record.optimizer_s
@@ -272,14 +390,25 @@ def test_one_process_writes_every_step_with_its_work_and_events(tmp_path: Path) 
         assert began_s <= record.start_s <= record.start_s + record.step_s <= time.time()
 
 
-def test_a_slow_loader_is_data_wait(tmp_path: Path) -> None:
+def test_a_slow_loader_is_data_wait_and_an_event_lasts_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build_trainer(parity_config("single", 2, 1, "all towers"), ALONE, seed=0)
     load_step = trainer.load_step
     trainer.load_step = lambda step: (time.sleep(0.2), load_step(step))[1]  # type: ignore[method-assign]
+    began_s = time.process_time()
     trainer.train_step()
+    assert 0 < trainer.monitor._loading_cpu_s < time.process_time() - began_s
     times = trainer.monitor.last_times
     assert times is not None and times.data_wait_s >= 0.2
     assert times.step_s >= 0.2 + times.forward_s + times.backward_s
+    trainer.monitor.open(tmp_path, 0)
+    fake = FakeTime(monkeypatch)
+    with trainer.monitor.event("log", 1):
+        fake.pass_s(3)
+    trainer.monitor.close()
+    (event,) = read_step_log(tmp_path)[0].events
+    assert event.seconds == 3
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +467,9 @@ def test_losses_by_kind_and_norms_by_tower_are_those_of_one_process(
             for row in (mine, other)
         ]
         assert shared[0] == shared[1]
-        for key in ("loss/total", "loss/vision", "loss/language", "gradients/norm"):
+        losses = [key for key in one if key.startswith("loss/")]
+        assert [key for key in mine if key.startswith("loss/")] == losses and len(losses) > 5  # digits' kinds as well
+        for key in (*losses, "gradients/norm"):
             assert mine[key] == pytest.approx(one[key], rel=1e-3), key
         if name == "deepspeed-zero1":
             assert not any(key in mine for key in by_tower)
@@ -428,6 +559,7 @@ def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
         parts = [row[f"performance/{phase}_seconds"] for phase in PHASES]
         assert sum(parts) == pytest.approx(row["performance/step_seconds"], rel=0.01)
         assert row["memory/peak_rss_gib"] > 0 and "memory/peak_allocated_gib" not in row
+        assert row["gradients/llm_norm"] > 0 and row["updates/llm_ratio"] > 0  # of step 3 too
         absent = [f"gradients/{TOWER_NAMES[tower]}_norm" for tower in freeze]
         assert not any(name in row for name in ("performance/slowest_rank", *absent))
 
@@ -455,6 +587,13 @@ def test_a_peak_is_of_the_datasheet_or_measured_or_unknown(monkeypatch: pytest.M
     assert measured is not None and measured.flop_per_s > 1e8 and measured.source.startswith("measured: ")
     assert find_peak(torch.device("cpu"), "fp32") is measured  # once a process
     assert find_peak(torch.device("cpu"), "fp16") is None and set(peak.DTYPES) == set(PRECISIONS)
+
+
+def test_a_measured_peak_is_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths_s = [3.0, 2.0, 4.0, 2.5, 3.0, 3.0]
+    marks_s = iter([mark for i, length in enumerate(lengths_s) for mark in (10.0 * i, 10.0 * i + length)])
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(marks_s))
+    assert peak._measure_cpu.__wrapped__("fp32", 1).flop_per_s == 2 * 512**3 / 2.0
 
 
 def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,26 @@ from parity import build_trainer, parity_config
 from vlmcourse.config import TOWERS
 from vlmcourse.monitor import towers
 from vlmcourse.monitor.towers import sum_gradient_squares, sum_update_squares
+from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
+
+
+def asked_square(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, before: torch.Tensor) -> float:
+    """Return the square of AdamW's last update of a weight in float64, as the paper writes it."""
+    (group,) = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
+    state, (beta1, beta2) = optimizer.state[parameter], group["betas"]
+    step = float(state["step"])
+    m, v = state["exp_avg"].double() / (1 - beta1**step), state["exp_avg_sq"].double() / (1 - beta2**step)
+    return float((group["lr"] * (m / (v.sqrt() + group["eps"]) + group["weight_decay"] * before)).square().sum())
 
 
 @pytest.mark.parametrize(("precision", "chunk_elements"), [("fp32", 2**24), ("fp32", 100), ("bf16_master", 2**24)])
 def test_an_update_is_what_the_weights_changed_by(
     precision: str, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(towers, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(towers.CHUNK_ELEMENTS, "cpu", chunk_elements)
     config = parity_config("single", 2, 1, "all towers")
     # A decay and an eps large enough to be seen.
     optimizer = dataclasses.replace(config.optimizer, weight_decay=5.0, eps=1e-3)
@@ -45,7 +57,26 @@ def test_an_update_is_what_the_weights_changed_by(
     for tower in TOWERS:
         names = [name for name in named if name.startswith(f"{tower}.")]
         changed = sum(float((after[name] - before[name]).square().sum()) for name in names)
-        assert updates[tower] == pytest.approx(changed, rel=1e-3), tower
-        assert sizes[tower] == pytest.approx(sum(float(after[name].square().sum()) for name in names), rel=1e-5)
+        assert updates[tower] == pytest.approx(changed, rel=1e-3), tower  # weights are rounded to fp32
+        asked = sum(asked_square(trainer.optimizer, named[name], before[name]) for name in names)
+        assert updates[tower] == pytest.approx(asked, rel=1e-6), tower
+        assert sizes[tower] == pytest.approx(sum(float(after[name].square().sum()) for name in names), rel=1e-6)
         squares = [named[name].grad.double().square().sum() for name in names]  # type: ignore[union-attr]
-        assert gradients[tower] == pytest.approx(float(sum(squares)), rel=1e-5)
+        assert gradients[tower] == pytest.approx(float(sum(squares)), rel=1e-6)
+
+
+def test_a_piece_counts_once_however_many_ranks_hold_it_and_a_tied_copy_not_at_all() -> None:
+    weight, copy = (torch.nn.Parameter(torch.full((2,), 3.0)) for _ in range(2))
+    groups = [{"params": [weight, copy], "tower": "language"}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, weight_decay=0.0, eps=0.0)
+    weight.grad, copy.grad = (torch.full((2,), 1.0) for _ in range(2))
+    optimizer.step()  # Adam's first step is the rate, up or down
+    stage: Any = object.__new__(PipelinedModel)
+    vars(stage)["pipeline"] = SimpleNamespace(pp=2, tied_copy=copy)
+    # Four ranks: a plain model is on all of them, a stage of two on half of them.
+    for model, held_by, num_weights in ((torch.nn.Linear(1, 1), 4, 4), (stage, 2, 2)):
+        gradients = sum_gradient_squares(model, optimizer, world_size=4)
+        updates, weights = sum_update_squares(model, optimizer, world_size=4)
+        assert gradients == {"vision": 0, "projector": 0, "language": num_weights / held_by}
+        assert updates["language"] == pytest.approx(num_weights * 0.25 / held_by)
+        assert weights["language"] == pytest.approx(num_weights * 2.5**2 / held_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,17 @@ def test_the_merged_trace_has_a_row_a_rank_and_the_form_that_viewers_read() -> N
     flows = {(event["pid"], event["id"]) for event in trace["traceEvents"] if event["ph"] == "s"}
     assert len(flows) == 2 and len({number for _, number in flows}) == 2, "one with both ends on each rank"
     assert min(event["ts"] for event in trace["traceEvents"] if event["ph"] == "X") == 0
+
+
+def test_names_of_ranks_sort_like_ranks_and_steps_have_one_number() -> None:
+    own = [span(f"ProfilerStep#{i}", 100 * i - 95, 100 * i + 5, cat="user_annotation") for i in (1, 2)]
+    twelve = [dataclasses.replace(rank_trace(rank % 2, more=own), rank=rank, world_size=12) for rank in range(12)]
+    events = merge_traces(twelve)["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == sorted(names) and names[2] == "rank 02" and names[10] == "rank 10"
+    steps = {event["name"] for event in events if event.get("cat") == "user_annotation" and "tep" in event["name"]}
+    assert steps == {"step 5", "step 6"}
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 
 def test_sends_that_cross_other_spans_get_rows_of_their_own() -> None:

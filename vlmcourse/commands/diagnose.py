@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vlmcourse.monitor.diagnosis import CAUSES, Diagnosis, diagnose
+from vlmcourse.monitor.diagnosis import CAUSES, Diagnosis, Fix, diagnose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,8 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     console.print(Text(head))
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
     console.print(Text(f"Time: {shares}"))
+    for line in found.profile:
+        console.print(Text(line))
     if found.is_healthy:
         console.print(Text("Healthy: nothing found explains more than its threshold."))
     else:
@@ -63,7 +65,7 @@ def build_table(found: Diagnosis) -> Table:
     table.add_column("fix: expected tokens/s (an estimate)", ratio=2)
     for finding in found.findings:
         detail = f"\n{finding.detail}" if finding.detail else ""
-        fixes = [f"{fix.what}: {fix.tokens_per_s:,.0f} ({fix.gain_fraction:+.0%})" for fix in finding.fixes]
+        fixes = [f"{fix.what}: {fix.tokens_per_s:,.0f} ({describe_gain(fix)})" for fix in finding.fixes]
         table.add_row(
             Text(f"{finding.cause}{detail}"),
             f"{finding.share:.0%}",
@@ -71,3 +73,9 @@ def build_table(found: Diagnosis) -> Table:
             Text("\n".join(f"{place}. {fix}" for place, fix in enumerate(fixes, start=1))),
         )
     return table
+
+
+def describe_gain(fix: Fix) -> str:
+    """Return what a fix gains, with the range that its uncertainty leaves."""
+    low, high = fix.gain_range
+    return f"{fix.gain_fraction:+.0%}, {low:+.0%} to {high:+.0%}"

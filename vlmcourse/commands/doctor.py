@@ -106,6 +106,13 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks; the peak is measured, the power estimated",
         on_gpu="the same cells on NCCL; the data sheet's peak; NVML has use and power, traces have kernels",
     ),
+    "ch06b_diagnosis": Chapter(
+        title="Why is it slow: bottlenecks, stragglers, scaling",
+        minutes=75,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks, one cell on 4; most bad runs are recorded ones",
+        on_gpu="the same cells on NCCL; scaling with a GPU for each rank",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from PIL import Image
 
+from vlmcourse.data.kinds import KindSpan, find_kind_spans
 from vlmcourse.data.samples import IGNORE_LABEL, Batch, Sample
 from vlmcourse.data.tiling import normalise_tiles, tile_image
 from vlmcourse.data.tokenizer import CourseTokenizer
@@ -92,11 +93,14 @@ class Collator:
         input_ids_BS = torch.full((len(rows), length), self.tokenizer.pad_token_id)
         labels_BS = torch.full((len(rows), length), IGNORE_LABEL)
         attention_mask_BS = torch.zeros(len(rows), length, dtype=torch.bool)
+        kind_spans: list[KindSpan] = []
         for row, (ids, labels) in enumerate(rows):
             columns = slice(length - len(ids), length) if for_generation else slice(len(ids))
             input_ids_BS[row, columns] = torch.tensor(ids)
             labels_BS[row, columns] = torch.tensor(labels)
             attention_mask_BS[row, columns] = True
+            if not for_generation:  # rows begin in column 0
+                kind_spans += find_kind_spans(row, samples[row].messages, labels, IGNORE_LABEL)
         return Batch(
             input_ids_BS=input_ids_BS,
             labels_BS=labels_BS,
@@ -105,6 +109,7 @@ class Collator:
             tiles_per_sample=tuple(tiles_per_sample),
             sample_ids=tuple(sample.sample_id for sample in samples),
             tokens_per_tile=self.shape.num_visual_tokens_per_tile,
+            kind_spans=tuple(kind_spans),
         )
 
     def _encode(self, sample: Sample, tiles_per_image: list[int], for_generation: bool) -> tuple[list[int], list[int]]:

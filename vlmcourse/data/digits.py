@@ -125,7 +125,8 @@ class DigitsDataset(Sequence[Sample]):
     """Pictures of digits with questions; sample `i` depends on the split, the seed and `i` alone.
 
     A training sample is a conversation of `num_turns` different questions about one picture, of each kind once before
-    any comes twice. A held-out sample is a single question, whose kind is `KINDS[i % len(KINDS)]`.
+    any comes twice. A held-out sample is a single question, whose kind is `KINDS[i % len(KINDS)]`. Each answer says of
+    which kind its question is.
     """
 
     def __init__(self, num_samples: int, seed: int, split: Split, num_turns: int = NUM_TURNS) -> None:
@@ -177,14 +178,15 @@ class DigitsDataset(Sequence[Sample]):
             num_digits, num_turns = draws.pick(TRAIN_COUNTS), self.num_turns
             kinds = [kind for kind in draws.shuffled(KINDS) if num_digits in kind.counts]
         scene, placed = _compose(self.split, num_digits, draws)
-        answers: dict[str, str] = {}
+        answers: dict[str, tuple[str, str]] = {}
         for turn in range(4 * num_turns):  # a kind asks the same again now and then, so a few tries are spare
-            question, answer = kinds[turn % len(kinds)].ask(scene, draws)
-            answers.setdefault(question, answer)
+            kind = kinds[turn % len(kinds)]
+            question, answer = kind.ask(scene, draws)
+            answers.setdefault(question, (answer, kind.name))
             if len(answers) == num_turns:
                 break
         messages: list[Message] = []
-        for question, answer in answers.items():
+        for question, (answer, kind_name) in answers.items():
             user_text = question if messages else f"{IMAGE_MARKER}\n{question}"
-            messages += [Message("user", user_text), Message("assistant", answer)]
+            messages += [Message("user", user_text), Message("assistant", answer, kind_name)]
         return tuple(messages), placed

@@ -17,7 +17,8 @@ from typing import Literal, overload
 
 from PIL import Image
 
-from vlmcourse.data.llava_rows import BadRow, Row, parse_row, read_rows
+from vlmcourse.data.kinds import MAX_KINDS
+from vlmcourse.data.llava_rows import KIND_KEY, BadRow, Row, parse_row, read_rows
 from vlmcourse.data.samples import Sample
 
 log = logging.getLogger(__name__)
@@ -60,14 +61,16 @@ class LlavaDataset(Sequence[Sample]):
         """Read and check the file and every image in it.
 
         Args:
-            path: a JSON array, or JSON Lines, of `{"id", "image", "conversations": [{"from", "value"}]}`.
+            path: a JSON array, or JSON Lines, of `{"id", "image", "conversations": [{"from", "value"}]}`; a row may
+                have a "data_source" as well, the kind of its answers.
             image_dir: the folder that image names are relative to.
             on_bad_row: `refuse` raises one error with all bad rows, `skip` logs them and goes on with the others.
 
         Raises:
             FileNotFoundError: if the file or the folder is missing.
             BadRowsError: with `refuse` and a bad row, or where no good row is left.
-            ValueError: if the file is not JSON at all, or `on_bad_row` is neither of the two.
+            ValueError: if the file is not JSON at all, has more than `MAX_KINDS` kinds, or `on_bad_row` is neither of
+                the two.
         """
         if on_bad_row not in ("refuse", "skip"):
             raise ValueError(f"on_bad_row = {on_bad_row!r}: must be 'refuse' or 'skip'")
@@ -82,6 +85,12 @@ class LlavaDataset(Sequence[Sample]):
             raise BadRowsError(self.path, bad)
         if not good:
             raise ValueError(f"{self.path} has no rows: set data.path to a file with at least one conversation")
+        kinds = {message.kind for row in good for message in row.messages if message.kind}
+        if len(kinds) > MAX_KINDS:
+            raise ValueError(
+                f"{self.path} has {len(kinds)} values of {KIND_KEY}: at most {MAX_KINDS} are allowed, since each is a "
+                "column loss/<kind> of the run's log; name the source of a row in it, not the row, or leave it out"
+            )
         for row in bad:
             log.warning("%s: left out %s", self.path, row)
         self._rows = good

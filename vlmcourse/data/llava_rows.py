@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmcourse.data.kinds import find_kind_problem
 from vlmcourse.data.samples import IMAGE_MARKER, Message
 
 SPEAKERS = ("human", "gpt")
+KIND_KEY = "data_source"
+"""Of a row: where it comes from, the kind of its answers; may be missing. Source: lmms-lab/LLaVA-OneVision-Data."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def _parse(place: Place, value: object) -> Row:
     if missing:
         raise _RowProblem(f"the key {' and '.join(map(repr, missing))} is missing")
     images = _images(value.get("image"))
-    messages = _messages(value["conversations"])
+    messages = _messages(value["conversations"], _kind(value.get(KIND_KEY)))
     markers = sum(message.text.count(IMAGE_MARKER) for message in messages)
     if images and not markers:
         raise _RowProblem(f"no {IMAGE_MARKER} marker in the conversation, and {len(images)} image: write where it goes")
@@ -145,8 +148,19 @@ def _images(value: object) -> tuple[str, ...]:
     return good
 
 
-def _messages(turns: object) -> tuple[Message, ...]:
-    """Return the turns: human and gpt in alternation, human first and gpt last."""
+def _kind(value: object) -> str:
+    """Return the kind of a row's answers; empty where the key is missing or null."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _RowProblem(f"{KIND_KEY} = {value!r}: must be text, or be left out")
+    if problem := find_kind_problem(value):
+        raise _RowProblem(f"{KIND_KEY} = {value!r}: {problem}")
+    return value
+
+
+def _messages(turns: object, kind: str) -> tuple[Message, ...]:
+    """Return the turns: human and gpt in alternation, human first and gpt last; answers are of the kind."""
     if not isinstance(turns, list) or not turns:
         raise _RowProblem("conversations must be a list of at least one question and one answer")
     messages = []
@@ -162,7 +176,7 @@ def _messages(turns: object) -> tuple[Message, ...]:
             raise _RowProblem(f"the value of turn {number} must be text, and is {text!r}")
         if speaker == "gpt" and IMAGE_MARKER in text:
             raise _RowProblem(f"turn {number} is from 'gpt' and has an {IMAGE_MARKER} marker: only human's turns may")
-        messages.append(Message("user" if speaker == "human" else "assistant", text))
+        messages.append(Message("user", text) if speaker == "human" else Message("assistant", text, kind))
     if len(messages) % 2:
         raise _RowProblem("the last turn is from 'human': an answer from 'gpt' must follow")
     return tuple(messages)

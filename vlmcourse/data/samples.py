@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vlmcourse.data.kinds import KindSpan, find_kind_problem
+
 IGNORE_LABEL = -100
 """The label of a position where nothing is learned: prompt, image tokens, padding."""
 IMAGE_MARKER = "<image>"
@@ -26,6 +28,16 @@ class Message:
 
     role: Literal["user", "assistant"]
     text: str
+    kind: str = ""
+    """Of an answer, what kind it is: `loss/<kind>` of a run's rows is the mean loss of its tokens. Empty: of none."""
+
+    def __post_init__(self) -> None:
+        if self.kind and self.role != "assistant":
+            raise ValueError(
+                f"kind = {self.kind!r} on a message of the {self.role}: give it to the answer, which is learned"
+            )
+        if problem := find_kind_problem(self.kind):
+            raise ValueError(f"kind = {self.kind!r}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Batch:
     sample_ids: tuple[str, ...]
     tokens_per_tile: int = 0
     """Positions of the sequence that one tile takes."""
+    kind_spans: tuple[KindSpan, ...] = ()
+    """Which labels belong to answers of which kind, on the host; none where no answer has a kind."""
     is_mute: bool = False
     """Whether it only fills a place in a short step and its sample is another rank's (`train/batches.py`)."""
 

@@ -49,7 +49,9 @@ class Fault:
     """Opens the context in which the run must be made; called on every rank."""
 
 
-def _samples(before_each: Callable[[], Callable[[], None]]) -> Callable[[Trainer], AbstractContextManager[Any]]:
+def plant_samples(before_each: Callable[[], Callable[[], None]]) -> Callable[[Trainer], AbstractContextManager[Any]]:
+    """Return what puts a wait in front of each sample; `before_each` makes the wait, once a rank."""
+
     def plant(trainer: Trainer) -> AbstractContextManager[Any]:
         trainer.train_data = SlowSamples(trainer.train_data, before_each())
         return nullcontext()
@@ -57,10 +59,15 @@ def _samples(before_each: Callable[[], Callable[[], None]]) -> Callable[[Trainer
     return plant
 
 
-def _large_images(trainer: Trainer) -> AbstractContextManager[Any]:
-    if trainer.ranks.rank == SLOW_RANK:
-        trainer.train_data = LargeImages(trainer.train_data, num_tiles=12)
-    return nullcontext()
+def plant_large_images(num_tiles: Mapping[int, int]) -> Callable[[Trainer], AbstractContextManager[Any]]:
+    """Return what makes the pictures of some ranks so many tiles wide, by rank."""
+
+    def plant(trainer: Trainer) -> AbstractContextManager[Any]:
+        if trainer.ranks.rank in num_tiles:
+            trainer.train_data = LargeImages(trainer.train_data, num_tiles=num_tiles[trainer.ranks.rank])
+        return nullcontext()
+
+    return plant
 
 
 def _sleeping_rank(trainer: Trainer) -> AbstractContextManager[Any]:
@@ -73,22 +80,22 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "healthy, accumulation": Fault("healthy", "nothing", {"train.accumulation_steps": 2}),
         "healthy, large micro-batch": Fault("healthy", "nothing", {"train.micro_batch_size": 32}),
         "slow decoder": Fault(
-            "data_loading", "decoding a sample takes 6 ms of CPU", plant=_samples(lambda: decode_for(0.006))
+            "data_loading", "decoding a sample takes 6 ms of CPU", plant=plant_samples(lambda: decode_for(0.006))
         ),
         "slow storage": Fault(
-            "data_loading", "each sample waits 15 ms for the disk", plant=_samples(lambda: wait_for_storage(0.015))
+            "data_loading", "each sample waits 15 ms for the disk", plant=plant_samples(lambda: wait_for_storage(0.015))
         ),
         "queue that runs empty": Fault(
             "data_loading",
             "every fifth step waits 1.2 s for samples",
-            plant=_samples(lambda: wait_for_storage(1.2, every=5 * 16)),
+            plant=plant_samples(lambda: wait_for_storage(1.2, every=5 * 16)),
         ),
         "sleeping rank": Fault("slow_rank", "rank 1 takes 0.35 s longer for the same work", plant=_sleeping_rank),
         "large images": Fault(
             "imbalance",
             "the pictures of rank 1 are twelve tiles wide",
             {"data.max_tiles_per_image": 12},
-            _large_images,
+            plant_large_images({SLOW_RANK: 12}),
         ),
         "slow links": Fault(
             "communication",

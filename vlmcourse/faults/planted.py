@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlmcourse.config import parse_config
-from vlmcourse.faults.catalog import BASE, FAULTS
+from vlmcourse.faults.catalog import BASE, FAULTS, Fault
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.report import TrainResult
 from vlmcourse.train.trainer import Trainer
@@ -38,8 +38,17 @@ def run_planted(name: str, output_dir: str | Path, ranks: Ranks, *, num_steps: i
     """
     if name not in FAULTS:
         raise ValueError(f"fault {name!r}: {suggest_choice(name, tuple(FAULTS))}")
-    fault = FAULTS[name]
-    table = {"run": {"name": run_name(name), "output_dir": str(output_dir)}}
+    return run_fault(FAULTS[name], run_name(name), output_dir, ranks, num_steps=num_steps)
+
+
+def run_fault(
+    fault: Fault, folder_name: str, output_dir: str | Path, ranks: Ranks, *, num_steps: int | None = None
+) -> TrainResult:
+    """Do the same for a fault that is in no catalogue, such as one of `cures.apply_cure`, in a folder of that name.
+
+    Communicates: as training does.
+    """
+    table = {"run": {"name": folder_name, "output_dir": str(output_dir)}}
     steps = {} if num_steps is None else {"train.num_steps": num_steps}
     trainer = Trainer(parse_config(table, {**BASE, **fault.overrides, **steps}), ranks, show_progress=False)
     with fault.plant(trainer):

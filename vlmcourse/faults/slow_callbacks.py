@@ -33,16 +33,18 @@ def slow_logger(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def slow_callback(trainer: Trainer, seconds: float) -> Iterator[None]:
+def slow_callback(trainer: Trainer, seconds: float, every: int = 1) -> Iterator[None]:
     """Let a callback after every step take long.
 
     Args:
         trainer: of this rank.
-        seconds: of one call.
+        seconds: of one call that does something.
+        every: how many steps lie between two such calls.
     """
 
     def callback(*_: Any) -> None:
-        time.sleep(seconds)
+        if trainer.step % every == 0:
+            time.sleep(seconds)
 
     trainer.after_step.append(callback)
     try:

@@ -1,7 +1,8 @@
 """Joules of a run, joules per token, and CO2 of the electricity: each a range, with the words for what it leaves out.
 
 Enters: power or energy counters over time; a country. Leaves: `EnergyMeter`, a file a rank in `energy/` of the run's
-folder, and `RunEnergy`, which adds up all ranks. CO2 is energy times the mean grid intensity of a country's year, from
+folder (written while the run goes on, so that one that is killed keeps what was measured), and `RunEnergy`, which adds
+up all ranks. CO2 is energy times the mean grid intensity of a country's year, from
 tables that codecarbon brings (read as a file; nothing is asked over a network). What is not measured (the rest of the
 machine, cooling, making the hardware) is not guessed, and the words say so.
 
@@ -65,7 +66,7 @@ class EnergyMeter:
             self.joules_low, self.joules_high, self.seconds = before
 
     def save(self, folder: Path, rank: int) -> None:
-        """Write what one rank took to `energy/` of its run's folder.
+        """Write what one rank took so far to `energy/` of its run's folder; a reader sees the old file or the new one.
 
         Raises:
             OSError: if it cannot be written.
@@ -143,7 +144,7 @@ class RunEnergy:
 
 
 def read_energy(folder: str | Path) -> RunEnergy:
-    """Add up what the ranks of a run have kept.
+    """Add up what the ranks of a run have kept, up to its end or up to a few seconds ago.
 
     Raises:
         FileNotFoundError: if no rank has kept its energy there.
@@ -151,7 +152,8 @@ def read_energy(folder: str | Path) -> RunEnergy:
     files = sorted((Path(folder) / FOLDER_NAME).glob("rank*.json"))
     if not files:
         raise FileNotFoundError(
-            f"There is no energy of a run in {str(folder)!r}: give the folder of a run that has ended"
+            f"There is no energy of a run in {str(folder)!r}: give the folder of a run whose hardware was watched "
+            "(logging.hardware_every_s above 0) for a few seconds"
         )
     kept: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     return RunEnergy(

@@ -8,6 +8,7 @@ what the numbers hold; energy is power times time between samples, or the card's
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,10 @@ from vlmcourse.monitor.energy import EnergyMeter
 from vlmcourse.monitor.nvml import GpuProbe, GpuSample, NvmlError
 from vlmcourse.parallel.ranks import Ranks
 
+logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
+KEEP_EVERY_S = 5.0
+"""Seconds between writes of the energy so far: a run that is killed loses no more of it, and a look."""
 GPU_BOARD = "NVML: the GPU's board, not the rest of the machine"
 GB = 10**9
 
@@ -104,6 +108,9 @@ class HardwareSampler:
         self._failed = ""
         self.meter = EnergyMeter()
         """Energy so far."""
+        self._kept_in: tuple[Path, int] | None = None
+        self._keep_at_s = 0.0
+        self._has_said = False
         self._thread = threading.Thread(target=self._run, name="hardware-sampler", daemon=True)
         self._thread.start()
 
@@ -123,6 +130,15 @@ class HardwareSampler:
             if self._counts_energy and self.meter.source:
                 row |= {"energy/joules_low": self.meter.joules_low, "energy/joules_high": self.meter.joules_high}
         return row
+
+    def keep_in(self, folder: Path, rank: int) -> None:
+        """Write the energy so far to a run's folder from now on, every `KEEP_EVERY_S`: a killed run has no end.
+
+        Args:
+            folder: the run's; it must be there, and an earlier run's of the same name be moved aside.
+            rank: whose energy it is.
+        """
+        self._kept_in = folder, rank
 
     def close(self) -> None:
         """Take a last look and stop; safe to call twice."""
@@ -152,9 +168,25 @@ class HardwareSampler:
                 return
             with self._lock:
                 self._add(sample)
+            self._keep()
             if is_last:
                 return
             is_last = self._stop.wait(self._period_s)
+
+    def _keep(self) -> None:
+        """Write the energy so far where that is due; a disk that does not take it is named once."""
+        if self._kept_in is None or not self._counts_energy or not self.meter.source:
+            return
+        if (now_s := time.monotonic()) < self._keep_at_s:
+            return
+        self._keep_at_s = now_s + KEEP_EVERY_S
+        folder, rank = self._kept_in
+        try:
+            self.meter.save(folder, rank)
+        except OSError as error:
+            if not self._has_said:
+                logger.warning("rank %d: the energy so far is not kept in %s: %s", rank, folder, error.strerror)
+            self._has_said = True
 
     def _add(self, sample: GpuSample | CpuSample) -> None:
         now_s = time.monotonic()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ class StepLedger:
         """Layers whose forward is at work, outermost first."""
         self._latest = ""
         self._made: dict[str, list[Entry]] = {}
+        self._seen_gradients: dict[int, tuple[weakref.ref[Tensor], Entry]] = {}
+        """By the parameter's number: what was its gradient when looked at last."""
         self._in_update = False
         self._stack = contextlib.ExitStack()
         self._started_s = 0.0
@@ -241,12 +244,23 @@ class StepLedger:
         self.samples.append(Sample(time.perf_counter() - self._started_s, self.phase, live))
 
     def _find_gradients(self) -> None:
-        if not is_engine(self._model):  # after every operation of backward: without a walk through the modules
-            found = ((GRADIENTS, p.grad) for p in self._parameters if p.grad is not None)
-        else:
-            found = (owned for owned in find_state(self._model) if owned[0] in (GRADIENTS, BUFFERS))
-        for owner, tensor in found:
-            self._book.give(tensor, (owner, ""))
+        if is_engine(self._model):
+            for owner, tensor in find_state(self._model):
+                if owner in (GRADIENTS, BUFFERS):
+                    self._book.give(tensor, (owner, ""))
+            return
+        # After every operation of backward: without a walk through the modules, and past what was found before.
+        for number, parameter in enumerate(self._parameters):
+            if (gradient := parameter.grad) is None or self._is_seen(number, gradient):
+                continue
+            if (entry := self._book.give(gradient, (GRADIENTS, ""))) is not None:
+                self._seen_gradients[number] = (weakref.ref(gradient), entry)
+
+    def _is_seen(self, number: int, gradient: Tensor) -> bool:
+        if number not in self._seen_gradients:
+            return False
+        seen, entry = self._seen_gradients[number]
+        return seen() is gradient and entry.owner[0] == GRADIENTS and entry.storage() is not None
 
     def _find_state(self) -> None:
         for owner, tensor in find_state(self._model, self._optimizer):

@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from vlmcourse.parallel.phases import phase
 from vlmcourse.strategies import DEEPSPEED, SHARDED
 
 PHASES: tuple[str, ...] = (*spans.PHASES, "other")
+_NOTHING = nullcontext()
 Mark = Any
 """Seconds of `perf_counter`, or a CUDA event."""
 
@@ -114,24 +115,12 @@ class StepClock:
         self._mark("")
         self._pending.append(self._marks)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Count what runs inside to a phase, except for phases that open inside; a profiler's trace shows it too.
 
         The trace has collectives of its own, so waits inside other phases are not marked there.
         """
-        if not self._stack:
-            yield
-            return
-        depth = len(self._stack)
-        self._open(name)
-        try:
-            with nullcontext() if name == spans.COMMUNICATION else phase(name):
-                yield
-        finally:
-            if self._stack:
-                del self._stack[depth:]
-                self._mark(self._stack[-1])
+        return _OpenPhase(self, name) if self._stack else _NOTHING
 
     def turn(self, name: str) -> None:
         """Count what follows to another phase, up to the end of the one that is open."""
@@ -190,6 +179,28 @@ class StepClock:
             optimizer_s=seconds["optimizer"],
             other_s=seconds["other"],
         )
+
+
+class _OpenPhase(AbstractContextManager[None]):
+    """A phase while it is open; a class, since a generator costs several times as much for each of a step's marks."""
+
+    __slots__ = ("_clock", "_depth", "_in_trace", "_name")
+
+    def __init__(self, clock: StepClock, name: str) -> None:
+        self._clock, self._name = clock, name
+        self._in_trace = _NOTHING if name == spans.COMMUNICATION else phase(name)
+
+    def __enter__(self) -> None:
+        self._depth = len(self._clock._stack)
+        self._clock._open(self._name)
+        self._in_trace.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._in_trace.__exit__(*error)
+        clock = self._clock
+        if clock._stack:
+            del clock._stack[self._depth :]
+            clock._mark(clock._stack[-1])
 
 
 def mark_tail(clock: StepClock, model: nn.Module, loss: Tensor) -> None:

@@ -154,7 +154,8 @@ def read_step_log(run_folder: str | Path) -> dict[int, RankLog]:
         FileNotFoundError: if the run has no such files.
         ValueError: if a whole line is no record.
     """
-    paths = sorted((Path(run_folder) / FOLDER).glob("rank*.jsonl"))
+    found = sorted((Path(run_folder) / FOLDER).glob("rank*.jsonl"))
+    paths = [path for path in found if path.stem.removeprefix("rank").isdigit()]
     if not paths:
         raise FileNotFoundError(
             f"{Path(run_folder) / FOLDER} has no file rank0000.jsonl: give the folder of a run, output_dir/name, that "

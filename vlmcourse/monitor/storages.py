@@ -40,6 +40,8 @@ RESIZED = (GATHERED, OTHER)
 class Entry:
     """One live storage."""
 
+    key: int
+    """Of its storage in the book."""
     size_bytes: int
     owner: Owner
     storage: weakref.ref[torch.UntypedStorage]
@@ -64,6 +66,8 @@ class StorageBook(TorchDispatchMode):
         self.on_change: Callable[[str, Entry], None] | None = None
         """Called with alloc, free or give after a storage came, before it goes, and after its owner changed."""
         self._entries: dict[int, Entry] = {}
+        self._resizable: dict[int, Entry] = {}
+        """Of these the ones of owners in RESIZED: few, and looked at after every operation."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -86,14 +90,9 @@ class StorageBook(TorchDispatchMode):
     def enter(self, tensor: Tensor, owner: Owner) -> Entry | None:
         """Add a tensor's storage if it is not in the book; return its entry only if it was added."""
         storage = storage_of(tensor)
-        if storage is None or storage.device.type != self.device_type or storage._cdata in self._entries:
+        if storage is None or storage._cdata in self._entries or storage.device.type != self.device_type:
             return None
-        key, size = storage._cdata, storage.nbytes()
-        entry = Entry(size, owner, weakref.ref(storage, partial(self._forget, key)))
-        self._entries[key] = entry
-        self.live_bytes[owner] += size
-        self._tell("alloc", entry)
-        return entry
+        return self._add(storage, owner)
 
     def find(self, tensor: Tensor) -> Entry | None:
         """Return the entry of a tensor's storage, or None if it is not in the book."""
@@ -102,10 +101,14 @@ class StorageBook(TorchDispatchMode):
 
     def give(self, tensor: Tensor, owner: Owner) -> Entry | None:
         """Let a tensor's storage belong to an owner; it is added where it is not in the book."""
-        self.enter(tensor, owner)
-        entry = self.find(tensor)
+        storage = storage_of(tensor)
+        if storage is None:
+            return None
+        entry = self._entries.get(storage._cdata)
         if entry is not None:
             self.pass_on(entry, owner)
+        elif storage.device.type == self.device_type:
+            entry = self._add(storage, owner)
         return entry
 
     def pass_on(self, entry: Entry, owner: Owner) -> None:
@@ -115,14 +118,31 @@ class StorageBook(TorchDispatchMode):
         self.live_bytes[entry.owner] -= entry.size_bytes
         self.live_bytes[owner] += entry.size_bytes
         entry.owner = owner
+        self._keep_resizable(entry)
         self._tell("give", entry)
 
     def entries(self) -> Iterator[Entry]:
         """Yield all live entries."""
         yield from list(self._entries.values())
 
+    def _add(self, storage: torch.UntypedStorage, owner: Owner) -> Entry:
+        key, size = storage._cdata, storage.nbytes()
+        entry = Entry(key, size, owner, weakref.ref(storage, partial(self._forget, key)))
+        self._entries[key] = entry
+        self._keep_resizable(entry)
+        self.live_bytes[owner] += size
+        self._tell("alloc", entry)
+        return entry
+
+    def _keep_resizable(self, entry: Entry) -> None:
+        if entry.owner in RESIZED:
+            self._resizable[entry.key] = entry
+        else:
+            self._resizable.pop(entry.key, None)
+
     def _forget(self, key: int, _: Any) -> None:
         entry = self._entries.pop(key)
+        self._resizable.pop(key, None)
         self.live_bytes[entry.owner] -= entry.size_bytes
         self._tell("free", entry)
 
@@ -132,8 +152,8 @@ class StorageBook(TorchDispatchMode):
 
     def _measure_again(self) -> None:
         """Read the sizes of storages that may be resized in place: FSDP frees and fills them so."""
-        for entry in self.entries():  # another thread, or the next line, may let a storage go meanwhile
-            if entry.owner in RESIZED and (storage := entry.storage()) is not None:
+        for entry in list(self._resizable.values()):  # another thread, or the next line, may let a storage go meanwhile
+            if (storage := entry.storage()) is not None:
                 size = storage.nbytes()
                 if size == entry.size_bytes:
                     continue

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from vlmcourse.parallel.data import local_optimizer
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.sync import is_engine
 
-CHUNK_ELEMENTS = 2**24
-"""Elements whose updates are computed together: a few temporary tensors of this size."""
+CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Elements that are looked at together, by type of device: a few temporary tensors of this size. On a CPU so few that
+they stay in its cache, and that a sum of squares in fp32 keeps its digits; on a GPU so many that it is kept busy."""
 Squares = dict[str, float]
 """By tower."""
 
@@ -50,15 +51,20 @@ def sum_gradient_squares(model: nn.Module, optimizer: Any, world_size: int) -> S
         world_size: ranks of the run.
     Communicates: nothing, or where a gradient is still a sum in parts, an all-reduce of it.
     """
-    found: Squares = dict.fromkeys(TOWERS, 0.0)
-    for tower, trained in _trained_by_tower(model, optimizer):
-        by_share: dict[float, list[Tensor]] = defaultdict(list)
-        for p in trained:
-            if p.grad is not None:
-                by_share[_share(p, model, world_size)].append(_settled(p.grad, p))
-        for share, parts in by_share.items():
-            found[tower] += share * sum(float(_join(chunk).square_().sum()) for chunk in _chunks(parts))
-    return found
+    alike: dict[tuple[str, float], list[tuple[Tensor]]] = defaultdict(list)
+    ranks_per_stage, skip = _ranks_per_stage(model, world_size), _tied_copy(model)
+    for group in optimizer.param_groups:
+        tower = group["tower"]
+        for p in group["params"]:
+            if p.grad is not None and p is not skip:
+                alike[tower, _share(p, ranks_per_stage)].append((_settled(p.grad, p),))
+    found: list[tuple[str, float]] = []
+    sums: list[Tensor] = []
+    for (tower, share), gradients in alike.items():
+        for (row,) in _rows(gradients):
+            found.append((tower, share))
+            sums.append(torch.dot(row, row))
+    return _add_up(found, _read(sums))
 
 
 @torch.no_grad()
@@ -75,61 +81,109 @@ def sum_update_squares(model: nn.Module, optimizer: Any, world_size: int) -> tup
         Updates and weights; of trained weights only, in units of the weights.
     """
     kept = local_optimizer(getattr(getattr(optimizer, "engine", None), "optimizer", optimizer))
-    owner = {p: i for i, group in enumerate(kept.param_groups) for p in group["params"] if kept.state.get(p)}
     is_dealt_out = kept is not optimizer and not is_engine(model)  # zero1: each parameter's state is on one rank
-    mine = [(tower, p) for tower, trained in _trained_by_tower(model, optimizer) for p in trained if p in owner]
-    updates: Squares = dict.fromkeys(TOWERS, 0.0)
-    weights: Squares = dict.fromkeys(TOWERS, 0.0)
-    if not mine:
-        return updates, weights
-    steps = torch.stack([kept.state[p]["step"] for _, p in mine]).tolist()  # waits for the device once
-    alike: dict[tuple[str, int, float, float], list[Tensor]] = defaultdict(list)
-    for (tower, p), step in zip(mine, steps, strict=True):
-        share = 1.0 if is_dealt_out else _share(p, model, world_size)
-        alike[tower, owner[p], share, step].append(p)
-    for (tower, number, share, step), parameters in alike.items():
-        for chunk in _chunks(parameters):
-            states = [kept.state[p] for p in chunk]
-            of_update, of_weights = _last_update_squares(chunk, states, kept.param_groups[number], step)
-            updates[tower] += share * of_update
-            weights[tower] += share * of_weights
-    return updates, weights
+    ranks_per_stage, skip = _ranks_per_stage(model, world_size), _tied_copy(model)
+    tower_of = {id(p): group["tower"] for group in optimizer.param_groups for p in group["params"] if p is not skip}
+    mine = [
+        (tower_of[id(p)], number, 1.0 if is_dealt_out else _share(p, ranks_per_stage), p, kept.state[p])
+        for number, group in enumerate(kept.param_groups)
+        for p in group["params"]
+        if id(p) in tower_of and kept.state.get(p)
+    ]
+    steps = _read([state["step"] for *_, state in mine])  # waits for the device once
+    alike: dict[tuple[str, int, float, float], list[tuple[Tensor, ...]]] = defaultdict(list)
+    for (tower, number, share, p, state), step in zip(mine, steps, strict=True):
+        tensors = state.get("master", p), state["exp_avg"], state["exp_avg_sq"]
+        alike[tower, number, share, step].append(tuple(map(local_part, tensors)))
+    found: list[tuple[str, float, tuple[float, float]]] = []
+    sums: list[Tensor] = []
+    for (tower, number, share, step), kept_tensors in alike.items():
+        factors, eps = _factors_of(kept.param_groups[number], step)
+        for weights, moment, square in _rows(kept_tensors):
+            root = square.sqrt().add_(eps)
+            moved = torch.div(moment, root, out=root)
+            found.append((tower, share, factors))
+            sums += torch.dot(moved, moved), torch.dot(moved, weights), torch.dot(weights, weights)
+    numbers = _read(sums)
+    places = [(tower, share) for tower, share, _ in found]
+    updates = [
+        uu * moved**2 + 2 * ua * moved * decayed + aa * decayed**2
+        for (*_, (moved, decayed)), uu, ua, aa in zip(found, *(numbers[i::3] for i in range(3)), strict=True)
+    ]
+    return _add_up(places, updates), _add_up(places, numbers[2::3])
 
 
-def _last_update_squares(
-    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], group: dict[str, Any], step: float
-) -> tuple[float, float]:
-    """Return the square of what AdamW's last step has changed of some weights of a group, and of these weights now.
+def _factors_of(group: dict[str, Any], step: float) -> tuple[tuple[float, float], float]:
+    """Return by what AdamW's last step is told from the weights now, and the eps to tell it with.
 
     With a the weights now and u = m / (sqrt(v) + eps'), the update was -(c u + k a) / (1 - k), where k = lr decay and c
     is the rate with both corrections of bias. Its square needs three sums, and few passes over memory.
+
+    Returns:
+        c / (1 - k) and k / (1 - k); eps'.
     """
     (beta1, beta2), k = group["betas"], group["lr"] * group["weight_decay"]
     root_of_bias = math.sqrt(1 - beta2**step)
     c = group["lr"] * root_of_bias / (1 - beta1**step)
-    after = _join([state.get("master", p.detach()) for p, state in zip(parameters, states, strict=True)])
-    root = _join([state["exp_avg_sq"] for state in states]).sqrt_().add_(group["eps"] * root_of_bias)
-    moved = _join([state["exp_avg"] for state in states]).div_(root)
-    uu, ua, aa = torch.stack([torch.dot(moved, moved), torch.dot(moved, after), torch.dot(after, after)]).tolist()
-    return (c**2 * uu + 2 * c * k * ua + k**2 * aa) / (1 - k) ** 2, aa
+    return (c / (1 - k), k / (1 - k)), group["eps"] * root_of_bias
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of this rank's parts of some tensors in one row, in fp32 or more: one pass instead of many."""
-    return at_least_fp32(torch.cat([local_part(tensor).flatten() for tensor in tensors]))
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    """Return scalars of one device as numbers: the only place here where a GPU is waited for."""
+    return torch.stack(list(numbers)).tolist() if numbers else []
 
 
-def _trained_by_tower(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield each tower's trained parameters; groups are asked, which is faster than to look for names in a model."""
-    skip = model.pipeline.tied_copy if isinstance(model, PipelinedModel) else None
-    for tower in TOWERS:
-        groups = [group["params"] for group in optimizer.param_groups if group["tower"] == tower]
-        yield tower, [p for params in groups for p in params if p is not skip]
+def _add_up(places: Iterable[tuple[str, float]], squares: Iterable[float]) -> Squares:
+    """Add up squares by tower, each with its share."""
+    found: Squares = dict.fromkeys(TOWERS, 0.0)
+    for (tower, share), square in zip(places, squares, strict=True):
+        found[tower] += share * square
+    return found
 
 
-def _share(parameter: Tensor, model: nn.Module, world_size: int) -> float:
-    """Return one over the number of ranks that hold the same piece of a parameter."""
-    num_ranks = world_size // (model.pipeline.pp if isinstance(model, PipelinedModel) else 1)
+def _rows(tensors: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield what tensors of a rank hold in rows of few elements, in fp32 or more: one pass instead of many.
+
+    Args:
+        tensors: of equal sizes in each tuple, whose elements stay beside each other. Rows may be views: change none.
+    """
+    limit = CHUNK_ELEMENTS[tensors[0][0].device.type]
+    chunk: list[tuple[Tensor, ...]] = []
+    num_elements = 0
+    for together in tensors:
+        size = together[0].numel()
+        if chunk and num_elements + size > limit:
+            yield _join(chunk)
+            chunk, num_elements = [], 0
+        if size > limit:
+            pieces = zip(*(tensor.flatten().split(limit) for tensor in together), strict=True)
+            yield from (tuple(map(at_least_fp32, piece)) for piece in pieces)
+        else:
+            chunk.append(together)
+            num_elements += size
+    if chunk:
+        yield _join(chunk)
+
+
+def _join(chunk: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return tensors in one row for each place of the tuples."""
+    return tuple(
+        at_least_fp32(torch.cat([tensor.flatten() for tensor in column])) for column in zip(*chunk, strict=True)
+    )
+
+
+def _tied_copy(model: nn.Module) -> Tensor | None:
+    """Return the second copy of an embedding that stands on two stages of a pipeline: it counts once."""
+    return model.pipeline.tied_copy if isinstance(model, PipelinedModel) else None
+
+
+def _ranks_per_stage(model: nn.Module, world_size: int) -> int:
+    """Return how many ranks hold parts of the same parameters."""
+    return world_size // (model.pipeline.pp if isinstance(model, PipelinedModel) else 1)
+
+
+def _share(parameter: Tensor, num_ranks: int) -> float:
+    """Return one over the number of ranks that hold the same piece of a parameter, of `num_ranks` that hold any."""
     if not isinstance(parameter, DTensor):
         return 1 / num_ranks
     mesh = parameter.device_mesh
@@ -140,22 +194,9 @@ def _share(parameter: Tensor, model: nn.Module, world_size: int) -> float:
 
 def _settled(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient, added up over the ranks where it lies in summands."""
-    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if any(placement.is_partial() for placement in gradient.placements):
         assert isinstance(parameter, DTensor)
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_part(gradient)
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut a list so that each piece has few elements on this rank, or one tensor."""
-    chunk: list[Tensor] = []
-    num_elements = 0
-    for tensor in tensors:
-        size = local_part(tensor).numel()
-        if chunk and num_elements + size > CHUNK_ELEMENTS:
-            yield chunk
-            chunk, num_elements = [], 0
-        chunk.append(tensor)
-        num_elements += size
-    if chunk:
-        yield chunk

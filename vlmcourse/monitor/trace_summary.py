@@ -8,11 +8,18 @@ where data are loaded, as a data stall; else as idle, which on a CPU is Python b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from vlmcourse.monitor.profile_summary import (
+    SHORT_S,
+    CopyTime,
+    Gap,
+    OperatorTime,
+    RankTime,
+    TraceSummary,
+    write_summary,
+)
 from vlmcourse.monitor.trace_activity import RankActivity, interval_of, read_activities
 from vlmcourse.monitor.trace_files import ROUNDING_US, Event
 from vlmcourse.monitor.trace_merge import ABOUT, merge_folder, read_merged
@@ -20,116 +27,12 @@ from vlmcourse.parallel.overlap import Interval, intersect, merge, subtract, tot
 
 COMPUTE, EXPOSED, STALL, IDLE = "compute", "exposed communication", "data stall", "idle"
 """What a moment of a rank is; the first that holds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTime:
-    """Where one rank's time went, in seconds over all recorded steps; the first four add up to `seconds`."""
-
-    rank: int
-    compute_s: float
-    exposed_s: float
-    """Communication that was not covered by computing."""
-    stall_s: float
-    """Loading data, while neither computing nor communicating."""
-    idle_s: float
-    seconds: float
-    communication_s: float
-    """All of it, behind computing too."""
-
-    @property
-    def own_s(self) -> float:
-        """Time that this rank needed for itself; the rank with the most keeps the others waiting."""
-        return self.seconds - self.exposed_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorTime:
-    """One operator, or one kernel of a GPU, over all ranks and recorded steps."""
-
-    name: str
-    self_s: float
-    """Without the operators that it calls."""
-    calls: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gap:
-    """A time in which a rank computed nothing."""
-
-    rank: int
-    step: int
-    start_s: float
-    """Since the trace began."""
-    seconds: float
-    kind: str
-    """What the rank did in most of it: exposed communication, data stall or idle."""
-    before: str
-    """The operator that ended before it, and what ran on from before it where that was not computing."""
-    after: str
-    """The operator that began after it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceSummary:
-    """What all ranks did in the recorded steps."""
-
-    steps: tuple[int, ...]
-    step_s: float
-    """Mean seconds of a step, on the slowest rank."""
-    ranks: tuple[RankTime, ...]
-    operators: tuple[OperatorTime, ...]
-    """Those with the most self time, the most first."""
-    longest_gap: Gap | None
-    clock_uncertainty_s: float
-    """How far the clocks of two ranks may still be apart."""
-
-    @property
-    def slowest(self) -> RankTime:
-        """The rank with the most time of its own, which the others wait for."""
-        return max(self.ranks, key=lambda of_rank: of_rank.own_s)
-
-    @property
-    def spread(self) -> float:
-        """Own time of the slowest rank over that of the median rank; 1 where all are alike."""
-        return self.slowest.own_s / median(of_rank.own_s for of_rank in self.ranks)
-
-    def __str__(self) -> str:
-        """Return a table of the ranks, the operators, the longest gap and the clocks."""
-        first, last = self.steps[0], self.steps[-1]
-        which = f"step {first}" if first == last else f"steps {first} to {last}"
-        lines = [
-            f"{which}: {1e3 * self.step_s:.1f} ms a step, on {len(self.ranks)} rank(s)",
-            f"rank  {'compute':>14}  {'exposed comm.':>14}  {'data stall':>14}  {'idle':>14}  {'comm. hidden':>12}",
-        ]
-        lines += [self._row(of_rank) for of_rank in self.ranks]
-        if len(self.ranks) > 1:
-            own_ms = 1e3 * self.slowest.own_s / len(self.steps)
-            lines.append(
-                f"slowest: rank {self.slowest.rank} with {own_ms:.1f} ms a step of its own, {self.spread:.2f} x the "
-                "median"
-            )
-        if (gap := self.longest_gap) is not None:
-            lines.append(
-                f"longest time without computing: {1e3 * gap.seconds:.1f} ms on rank {gap.rank} in step {gap.step} "
-                f"({gap.kind}), after {gap.before}, before {gap.after}"
-            )
-        lines.append("most self time, all ranks and steps together:")
-        lines += [f"{1e3 * op.self_s:>10.2f} ms  {op.calls:>6} x  {op.name}" for op in self.operators]
-        if len(self.ranks) > 1:
-            lines.append(f"clocks of the ranks agree to {1e6 * self.clock_uncertainty_s:.0f} us")
-        return "\n".join(lines)
-
-    def _row(self, of_rank: RankTime) -> str:
-        parts = (of_rank.compute_s, of_rank.exposed_s, of_rank.stall_s, of_rank.idle_s)
-        cells = [f"{1e3 * part / len(self.steps):7.1f} ms{100 * part / of_rank.seconds:3.0f} %" for part in parts]
-        sent_s = of_rank.communication_s
-        hidden = f"{100 * (1 - of_rank.exposed_s / sent_s):.0f} %" if sent_s else "-"
-        return f"{of_rank.rank:>4}  {'  '.join(cells)}  {hidden:>12}"
+KERNEL, COPY = "kernel", "gpu_memcpy"
+"""Categories of a GPU's spans."""
 
 
 def summarise_folder(folder: str | Path, num_operators: int = 10) -> TraceSummary:
-    """Merge the traces of a folder, write the merged one beside them, and return what it says.
+    """Merge the traces of a folder, write the merged one and `summary.json` beside them, and return what they say.
 
     One process does it, when all ranks have written theirs. For the merged trace see `merge_folder`.
 
@@ -138,7 +41,9 @@ def summarise_folder(folder: str | Path, num_operators: int = 10) -> TraceSummar
         ValueError: if they cannot be merged, or show no step.
     """
     path = merge_folder(folder)
-    return summarise(read_merged(path), num_operators)
+    summary = summarise(read_merged(path), num_operators)
+    write_summary(summary, folder)
+    return summary
 
 
 def summarise(trace: Mapping[str, Any], num_operators: int = 10) -> TraceSummary:
@@ -162,6 +67,7 @@ def summarise(trace: Mapping[str, Any], num_operators: int = 10) -> TraceSummary
         ranks=ranks,
         operators=tuple(rank_operators(activities)[:num_operators]),
         longest_gap=_describe_gap(*longest) if longest is not None else None,
+        on_gpu=any(_is_on_gpu(activity) for activity in activities),
         clock_uncertainty_s=sum(sorted(clock["uncertainty_s"] for clock in trace[ABOUT]["clocks"])[-2:]),
     )
 
@@ -173,6 +79,7 @@ def _split_time(activity: RankActivity) -> RankTime:
         for parts in (activity.compute, activity.exposed, activity.stalled, activity.communication)
     )
     seconds = total_s(windows)
+    leaves = _find_leaves(activity)
     return RankTime(
         rank=activity.rank,
         compute_s=compute_s,
@@ -181,7 +88,56 @@ def _split_time(activity: RankActivity) -> RankTime:
         idle_s=seconds - compute_s - exposed_s - stall_s,
         seconds=seconds,
         communication_s=communication_s,
+        num_operators=len(leaves),
+        operators_s=sum(span["dur"] for span in leaves) / 1e6,
+        num_short=sum(span["dur"] / 1e6 < SHORT_S for span in leaves),
+        copies=tuple(_sum_copies(activity)),
     )
+
+
+def _is_on_gpu(activity: RankActivity) -> bool:
+    return any(span.get("cat") == KERNEL for span in activity.operators)
+
+
+def _find_leaves(activity: RankActivity) -> list[Event]:
+    """Return a GPU's kernels, or a CPU's operators that call no other, that began within the steps."""
+    if _is_on_gpu(activity):
+        found = [span for span in activity.operators if span.get("cat") == KERNEL]
+    else:
+        rows: dict[tuple[int, int], list[Event]] = {}
+        for span in activity.operators:
+            rows.setdefault((span["pid"], span["tid"]), []).append(span)
+        ordered = [sorted(spans, key=lambda span: (span["ts"], -span["dur"])) for spans in rows.values()]
+        found = [
+            span
+            for spans in ordered
+            for span, after in zip(spans, [*spans[1:], None], strict=True)
+            if after is None or after["ts"] + ROUNDING_US >= span["ts"] + span["dur"]
+        ]
+    return [span for span in found if any(a <= interval_of(span)[0] < b for a, b in activity.windows)]
+
+
+def _sum_copies(activity: RankActivity) -> list[CopyTime]:
+    """Return what a GPU copied, by direction; a CPU's operators have no copies of this kind."""
+    spans: dict[str, list[Event]] = {}
+    for span in activity.operators:
+        if span.get("cat") == COPY:
+            spans.setdefault((span["name"].removeprefix("Memcpy ").split() or ["unknown"])[0], []).append(span)
+    kernels = merge(interval_of(span) for span in activity.operators if span.get("cat") == KERNEL)
+    found = []
+    for direction, copies in sorted(spans.items()):
+        busy = intersect(merge(map(interval_of, copies)), activity.windows)
+        inside = [span for span in copies if intersect((interval_of(span),), activity.windows)]
+        found.append(
+            CopyTime(
+                direction=direction,
+                calls=len(inside),
+                num_bytes=sum(int(span.get("args", {}).get("bytes", 0)) for span in inside),
+                seconds=total_s(busy),
+                exposed_s=total_s(subtract(subtract(busy, kernels), activity.communication)),
+            )
+        )
+    return [copy for copy in found if copy.calls]
 
 
 def rank_operators(activities: Iterable[RankActivity]) -> list[OperatorTime]:

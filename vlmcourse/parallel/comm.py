@@ -92,6 +92,14 @@ def check_alike(mine: dict[str, str], ranks: Ranks) -> None:
     )
 
 
+def gather_texts(texts: Sequence[str], ranks: Ranks) -> list[list[str]]:
+    """Return the texts of every rank, rank by rank; ranks may have different numbers of them.
+
+    Communicates: one all-gather of a length, and one of the texts.
+    """
+    return [list(texts)] if ranks.world_size == 1 else _gather(list(texts))
+
+
 def _gather(mine: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)

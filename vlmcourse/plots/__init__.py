@@ -6,8 +6,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
-(speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `symptoms` (GPU use,
-memory and parts of every step).
+(speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -38,6 +38,7 @@ from vlmcourse.plots.precision import (
 )
 from vlmcourse.plots.samples import plot_conversations, plot_tokens
 from vlmcourse.plots.scaling import plot_losses_of_efficiency, plot_speedups
+from vlmcourse.plots.steps import plot_diagnoses, plot_gains, plot_rank_times, plot_steps
 from vlmcourse.plots.strategies import plot_strategies
 from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.symptoms import plot_trace
@@ -55,8 +56,10 @@ __all__ = [
     "plot_formats",
     "plot_conversations",
     "plot_cuts",
+    "plot_diagnoses",
     "plot_drift",
     "plot_gathered_weights",
+    "plot_gains",
     "plot_holdings",
     "plot_kept_tensors",
     "plot_ledgers",
@@ -73,6 +76,7 @@ __all__ = [
     "plot_phases",
     "plot_precision_losses",
     "plot_refusal",
+    "plot_rank_times",
     "plot_remedies",
     "plot_roundings",
     "plot_sample_weights",
@@ -84,6 +88,7 @@ __all__ = [
     "plot_states",
     "plot_step_formats",
     "plot_step_ledgers",
+    "plot_steps",
     "plot_strategies",
     "plot_sync",
     "plot_timeline",

@@ -45,7 +45,7 @@ def plot_trace(trace: Mapping[str, Any], rank: int = 0) -> Figure:
     use.set(ylabel="GPU use (%)", ylim=(0, 105), title=f"Rank {rank} in black, {len(ranks) - 1} others in grey")
     memory.plot(steps, one["memory_gb"], color=COLOURS["weights"], lw=1.4)
     memory.axhline(trace["memory_limit_gb"], color=COLOURS["loss"], lw=1, ls=":")
-    memory.set(ylabel="memory (GB)", ylim=(0, 1.1 * trace["memory_limit_gb"]))
+    memory.set(ylabel="memory\n(GB)", ylim=(0, 1.1 * trace["memory_limit_gb"]))
     bottom = [0.0] * len(steps)
     for key, (colour, label) in PARTS.items():
         time.bar(steps, one[key], bottom=bottom, width=1.0, color=colour, label=label)

@@ -51,7 +51,7 @@ class Accumulation:
     check_silence: bool = False
     """Whether to count the collectives of the first of several micro-batches, and refuse an exchange of gradients."""
     rows: LossRows | None = None
-    """Where the losses of single samples go; a pipeline's loss was given its own when it was built."""
+    """Where the losses of single tokens go; a pipeline's loss was given its own when it was built."""
     clock: StepClock = field(default_factory=StepClock)
     """Is told when forward and backward run; outside of a step it does not listen."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,14 +46,23 @@ def check_loss(loss: object) -> Tensor:
     )
 
 
+class RowLosses(NamedTuple):
+    """The losses of one micro-batch at this rank's positions; detached, on the device."""
+
+    losses_BS: Tensor
+    """fp32 [batch, seq / cp], weighted; 0 where nothing is supervised."""
+    weights_BS: Tensor
+    """fp32 [batch, seq / cp]."""
+    positions_S: Tensor | None
+    """int64 [seq / cp], which columns of the labels these are; None where they are all of them, in order."""
+
+
 @dataclass
 class LossRows:
-    """The loss of each sample of a step's micro-batches, in their order, while somebody asks for it."""
+    """The losses of a step's micro-batches, in their order, while somebody asks for them."""
 
     is_open: bool = False
-    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Of each micro-batch: weighted sums of token losses, and sums of weights, both [batch], of this rank's positions.
-    Detached, on the device."""
+    found: list[RowLosses] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class TokenLoss:
     weighting: str = "tokens"
     """tokens (all weigh 1) or sqrt (see `token_weights`)."""
     rows: LossRows | None = field(default=None, compare=False, repr=False)
-    """Where the losses of single samples go."""
+    """Where the losses of single tokens go."""
 
     def __call__(
         self, logits_BSV: Tensor, labels_BS: Tensor, take_part: Callable[[Tensor], Tensor] | None = None
@@ -78,7 +88,9 @@ class TokenLoss:
             A scalar, fp32.
         """
         weights_BS = None if self.weighting == "tokens" else token_weights(labels_BS, self.weighting)
+        positions_S = None
         if take_part is not None:
+            positions_S = take_part(torch.arange(labels_BS.shape[1], device=labels_BS.device)[None])[0]
             labels_BS = take_part(labels_BS)
             weights_BS = None if weights_BS is None else take_part(weights_BS)
         if self.rows is None or not self.rows.is_open:
@@ -86,7 +98,7 @@ class TokenLoss:
         losses_BS = token_losses(logits_BSV, labels_BS, weights_BS)
         if weights_BS is None:
             weights_BS = token_weights(labels_BS, "tokens")
-        self.rows.found.append((losses_BS.detach().sum(dim=1), weights_BS.sum(dim=1)))
+        self.rows.found.append(RowLosses(losses_BS.detach(), weights_BS, positions_S))
         return losses_BS.sum()
 
 

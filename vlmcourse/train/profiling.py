@@ -1,7 +1,7 @@
 """Profile the first steps of a run as its `[profile]` section says, and say what was seen.
 
 Enters: a trainer whose configuration asks for it (`profile.active` above 0). Leaves: in the folder `profile` of the
-run, a trace a rank, `all_ranks.json` (all of them on one clock) and `summary.txt`. Chapter 6.
+run, a trace a rank, `all_ranks.json` (all of them on one clock), `summary.txt` and `summary.json`. Chapter 6.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vlmcourse.config import TrainConfig
+from vlmcourse.monitor.profile_summary import PROFILE_FOLDER
 from vlmcourse.monitor.profiler import profile_steps
 from vlmcourse.monitor.trace_summary import summarise_folder
 from vlmcourse.parallel.comm import wait_for_all
@@ -21,8 +22,8 @@ from vlmcourse.train.folder import run_folder
 from vlmcourse.values import ConfigError
 
 logger = logging.getLogger(__name__)
-PROFILE_FOLDER, SUMMARY_NAME = "profile", "summary.txt"
-"""In a run's folder, and in that one."""
+SUMMARY_NAME = "summary.txt"
+"""In `PROFILE_FOLDER`, for people; `summary.json` beside it is for `monitor.diagnosis`."""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -211,6 +211,11 @@ class RunReport:
         self._loggers = build_loggers(config.logging, COLUMNS, self.say)
         self._loggers.start(info)
 
+    def keep_energy(self) -> None:
+        """Write this rank's energy so far to the run's folder from now on; rank 0 must have made it."""
+        if self._sampler is not None:
+            self._sampler.keep_in(self.folder, self._ranks.rank)
+
     def show(self, loss: float, tokens_per_s: float) -> None:
         """Move the progress bar by one step."""
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""What a row tells beside the loss: how the time was used, MFU and HFU, loss by kind, norms by tower, memory, ranks.
+"""What a row tells beside the loss: how the time was used, MFU and HFU, losses by kind, norms by tower, memory, ranks.
 
 Enters: this rank's steps since the last row, one by one, and the model around the update of the step that the row is
 about. Leaves: values by their names in `rows.COLUMNS`, the same on every rank, after one small exchange a row. Times
@@ -33,6 +33,7 @@ from vlmcourse.parallel.comm import gather_numbers
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.presets import VLMShape
+from vlmcourse.train.kind_losses import KindLosses
 from vlmcourse.train.loss import LossRows
 from vlmcourse.train.rows import OWNERS, PARTS, TOWER_NAMES
 
@@ -71,13 +72,15 @@ class RowMeter:
         self.loss_rows = LossRows()
         self.peak: Peak | None = None
         """Of this rank's device, once a row has asked for it."""
+        self._process = psutil.Process()
         self._window = Window()
         self._tower_squares: Numbers = {}
         self._kinds: Numbers = {}
+        self._answer_kinds = KindLosses()
         self._owners: Numbers = {}
 
     def begin(self, *, is_due: bool) -> None:
-        """Begin a step; `is_due` if a row will be about it, so that its losses are kept by sample."""
+        """Begin a step; `is_due` if a row will be about it, so that its losses are kept by token."""
         self.loss_rows.is_open, self.loss_rows.found = is_due, []
         self._tower_squares, self._kinds, self._owners = {}, {}, {}
 
@@ -110,7 +113,8 @@ class RowMeter:
         window.real, window.executed = window.real + real, window.executed + executed
         window.padding += round(sum(batch.input_ids_BS.numel() for batch in batches) - real.num_positions)
         if self.loss_rows.is_open:
-            self._kinds = sum_by_kind(batches, self.loss_rows)
+            self._kinds = sum_by_input(batches, self.loss_rows)
+            self._answer_kinds.add(batches, self.loss_rows)
             self.loss_rows.is_open, self.loss_rows.found = False, []
 
     def add_times(self, times: StepTimes) -> None:
@@ -125,7 +129,7 @@ class RowMeter:
 
         Returns:
             By name; None for what is not there.
-        Communicates: an all-gather of about 300 bytes a rank.
+        Communicates: an all-gather of about 300 bytes a rank, and of 16 more a kind of answer; see `KindLosses.means`.
         """
         self.peak = self.peak or find_peak(self.ranks.device, self.config.train.precision)
         mine = self._own_numbers()
@@ -137,6 +141,7 @@ class RowMeter:
             **_parts(total),
             **_spread(everyone),
             **_losses(total),
+            **self._answer_kinds.means(everyone, self.ranks),
             **_norms(total, [tower for tower in TOWERS if tower not in self.config.model.freeze]),
             **{f"memory/{name}_gib": max(of_rank[name] for of_rank in everyone) / GIB for name in self._memory_names()},
         }
@@ -153,7 +158,7 @@ class RowMeter:
             numbers |= {f"{what} of {t}": self._tower_squares.get(f"{what} of {t}", ABSENT) for t in TOWERS}
         for what in ("loss", "weight"):
             numbers |= {f"{what} {kind}": self._kinds.get(f"{what} {kind}", ABSENT) for kind in ("vision", "language")}
-        return numbers | self._memory()
+        return numbers | self._answer_kinds.numbers() | self._memory()
 
     def _memory(self) -> Numbers:
         found = dict.fromkeys(self._memory_names(), ABSENT)
@@ -161,7 +166,7 @@ class RowMeter:
             found["peak_allocated"] = float(torch.cuda.max_memory_allocated(self.ranks.device))
             found["peak_reserved"] = float(torch.cuda.max_memory_reserved(self.ranks.device))
         else:
-            found["peak_rss"] = float(max(measure_peak_bytes(self.ranks.device)[0], psutil.Process().memory_info().rss))
+            found["peak_rss"] = float(max(measure_peak_bytes(self.ranks.device)[0], self._process.memory_info().rss))
         return found | self._owners
 
     def _memory_names(self) -> tuple[str, ...]:
@@ -209,7 +214,7 @@ def count_work(batches: Sequence[Batch], *, is_stacked: bool = False) -> tuple[W
     return real, executed
 
 
-def sum_by_kind(batches: Sequence[Batch], rows: LossRows) -> Numbers:
+def sum_by_input(batches: Sequence[Batch], rows: LossRows) -> Numbers:
     """Add up this rank's losses and weights of samples with an image (vision) and without (language).
 
     Args:
@@ -219,7 +224,8 @@ def sum_by_kind(batches: Sequence[Batch], rows: LossRows) -> Numbers:
     found = {f"{what} {kind}": 0.0 for what in ("loss", "weight") for kind in ("vision", "language")}
     if not rows.found:
         return found
-    losses, weights = (torch.cat([row[i].double() for row in rows.found]).tolist() for i in (0, 1))
+    losses = torch.cat([row.losses_BS.double().sum(dim=1) for row in rows.found]).tolist()
+    weights = torch.cat([row.weights_BS.double().sum(dim=1) for row in rows.found]).tolist()
     tiles = [count for batch in batches for count in batch.tiles_per_sample]
     for loss, weight, num_tiles in zip(losses, weights, tiles, strict=True):
         kind = "vision" if num_tiles else "language"
@@ -246,7 +252,10 @@ def _spread(everyone: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
 
 
 def _losses(total: Numbers) -> dict[str, float | None]:
-    """Return mean losses by kind. Ranks that share samples count them equally often above and below the line."""
+    """Return the mean losses of samples with and without an image.
+
+    Ranks that share samples count them equally often above and below the line.
+    """
     kinds = [kind for kind in ("vision", "language") if total[f"weight {kind}"] > 0]
     return {f"loss/{kind}": total[f"loss {kind}"] / total[f"weight {kind}"] for kind in kinds}
 

@@ -25,6 +25,8 @@ RATE_NAMES = {"vision": "vision", "projector": "projector", "language": "llm"}
 """The package's towers -> what they are called in names of learning rates."""
 PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
 """Of a step, in names of performance."""
+LOSS = "loss/"
+"""What the name of every loss begins with."""
 OWNERS = ("weights", "gradients", "optimizer", "buffers")
 """Of the bytes of a rank's training state, in names of memory: those of `monitor.ledger.Ledger`."""
 COLUMNS = (
@@ -40,7 +42,8 @@ COLUMNS = (
     *("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_rss_gib"),
     *(f"memory/{owner}_gib" for owner in OWNERS),
 )
-"""Every name that a row may have, in the order of a table."""
+"""Every name that a row may have, in the order of a table, but for `loss/<kind>` of a dataset's own kinds of answers
+(`Message.kind`), which stand after the other losses."""
 
 
 def build_row(
@@ -57,7 +60,7 @@ def build_row(
         rate: tokens per second since the last row, over all ranks.
         seconds: wall time since the run (or its resumed part) began.
         exact_match: 0 to 1, or None where this step was not evaluated.
-        measured: further values by their names in `COLUMNS`; None where there is none.
+        measured: further values by their names in `COLUMNS`, or as `loss/<kind>`; None where there is none.
     """
     row: dict[str, Any] = {
         "step": step.step,
@@ -73,4 +76,6 @@ def build_row(
         **(measured or {}),
     }
     known = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
-    return {name: known[name] for name in COLUMNS if name in known}
+    kinds = sorted(name for name in known.keys() - set(COLUMNS) if name.startswith(LOSS))
+    after = COLUMNS.index("loss/language") + 1
+    return {name: known[name] for name in (*COLUMNS[:after], *kinds, *COLUMNS[after:]) if name in known}

@@ -6,7 +6,6 @@ one, the times of the last step, and the same steps handed to a `RowMeter`. Noth
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import resource
 import time
@@ -133,7 +132,7 @@ class RunMonitor:
             self.meter.add_times(times)
             record = self._untimed.popleft()
             if self._writer is not None:
-                self._writer.write(StepRecord(**record, **dataclasses.asdict(times)))
+                self._writer.write(StepRecord(**record, **vars(times)))
 
     def _memory(self) -> dict[str, int]:
         """Return what this process holds now; the GPU's numbers are PyTorch's own counts, which it is not asked for."""

@@ -297,6 +297,7 @@ class Trainer:
         )
         self._continues = True
         wait_for_all(self.ranks)  # no rank may write to the run's folder before rank 0 has made it
+        report.keep_energy()
         self.monitor.open(report.folder, self.step)
         try:
             while self.step < config.num_steps:

@@ -1,6 +1,7 @@
 """Causes that only a GPU's own counters show: a clock that is held down, and data between host and device.
 
-Enters: `RunFacts` with rows that have `hardware/…` of rank 0's GPU. Leaves: candidates for findings. Chapter 6.
+Enters: `RunFacts` with rows that have `hardware/…` of rank 0's GPU, or with a profile of GPUs. Leaves: candidates for
+findings. Chapter 6.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from statistics import median
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+from vlmcourse.monitor.profile_summary import CopyTime, RankTime, TraceSummary, name_steps
 
 THROTTLED = "hardware/gpu_is_throttled"
 WATCHED_RANK = 0
@@ -62,21 +64,58 @@ def _split_steps(facts: RunFacts) -> tuple[list[float], list[float]]:
     return throttled, free
 
 
+def _read_copies(profile: TraceSummary) -> tuple[float, str]:
+    """Return the largest share of a rank's time in which it only copied between host and device, and a sentence."""
+
+    def crossing(of_rank: RankTime) -> list[CopyTime]:
+        return [copy for copy in of_rank.copies if copy.direction in ("HtoD", "DtoH")]
+
+    def exposed(of_rank: RankTime) -> float:
+        return sum(copy.exposed_s for copy in crossing(of_rank)) / of_rank.seconds
+
+    most, num_steps = max(profile.ranks, key=exposed), len(profile.steps)
+    parts = [
+        f"{copy.direction} {copy.num_bytes / num_steps / 1e6:.1f} MB in {copy.calls / num_steps:.0f} copies, "
+        f"{1e3 * copy.seconds / num_steps:.1f} ms, of which {1e3 * copy.exposed_s / num_steps:.1f} ms hide behind "
+        "nothing"
+        for copy in crossing(most)
+    ]
+    if not parts:
+        return 0.0, ""
+    return exposed(most), (
+        f"In the profile of {name_steps(profile)} rank {most.rank} only copies for {exposed(most):.0%} of the time; a "
+        f"step has {'; '.join(parts)}."
+    )
+
+
 def find_copies(facts: RunFacts) -> Finding | None:
-    """Look at PCIe traffic of rank 0's GPU: the time that it takes is the most that copies can explain."""
+    """Look at copies between host and device: in a profile those that nothing hides, else PCIe traffic at most."""
+    shares: list[float] = []
+    evidence: list[str] = []
+    if facts.profile is not None and facts.profile.on_gpu:
+        share, said = _read_copies(facts.profile)
+        shares.append(share)
+        evidence += [said] if said else []
     first, last = min(facts.steps), max(facts.steps)
     rows = [row for row in facts.rows if first <= row.get("step", -1) <= last + 1]
     directions = ("hardware/pcie_rx_bytes_per_s", "hardware/pcie_tx_bytes_per_s")
     rates = [max(row[name] for name in directions if name in row) for row in rows if any(n in row for n in directions)]
-    if not rates:
+    if rates:
+        rate = sum(rates) / len(rates)
+        shares.append(min(1.0, rate / limit.PCIE_BYTES_PER_S))
+        evidence.append(
+            f"{rate / 1e9:.1f} GB/s cross PCIe on rank {WATCHED_RANK}, {shares[-1]:.0%} of what a link of "
+            f"{limit.PCIE_BYTES_PER_S / 1e9:.0f} GB/s moves: at most so much of the time, less where copies "
+            "run beside computing."
+        )
+    if not shares:
         return None
-    rate = sum(rates) / len(rates)
-    share = min(1.0, rate / limit.PCIE_BYTES_PER_S)
-    evidence = [
-        f"{rate / 1e9:.1f} GB/s cross PCIe on rank {WATCHED_RANK}, {share:.0%} of what a link of "
-        f"{limit.PCIE_BYTES_PER_S / 1e9:.0f} GB/s moves: at most so much of the time, less where copies "
-        "run beside computing."
-    ]
+    share = shares[0]
+    if len(shares) == 2 and share > shares[1] + limit.PROFILE_TOLERANCE:
+        evidence.append(
+            "The profile shows more than a busy link could take: they disagree; pageable memory is copied slower than "
+            "the link moves, or the recorded steps are not like the others."
+        )
     fixes = []
     config = facts.config
     if config is not None and (config.offload.optimizer != "none" or config.offload.parameters != "none"):

@@ -14,7 +14,9 @@ from typing import Any
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+from vlmcourse.monitor.diagnosis.operators import count_operations, estimate_start_s, slowdown
 from vlmcourse.monitor.diagnosis.waiting import pipeline_degree
+from vlmcourse.monitor.profile_summary import TraceSummary, describe_operators, name_steps
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, count_vision_layer_bytes
 
 GIB = 2**30
@@ -27,22 +29,22 @@ def find_small_kernels(facts: RunFacts) -> Finding | None:
 
 def _find_started_operations(facts: RunFacts) -> Finding | None:
     """Count the micro-batches that could be one; one alone cannot be merged without a change of the batch."""
-    if facts.config is None or facts.shape is None or pipeline_degree(facts) > 1:
+    start_s, num_operations = estimate_start_s(facts), count_operations(facts)
+    if facts.config is None or start_s is None or num_operations is None or pipeline_degree(facts) > 1:
         return None
     num_micro_batches = facts.config.train.accumulation_steps
-    num_blocks = facts.shape.vision.num_layers + facts.shape.language.num_layers
-    slowdown = min(_slowdown(facts, rank) for rank in facts.ranks)
-    start_s = limit.OPERATORS_PER_BLOCK * num_blocks * limit.CPU_OPERATOR_S * slowdown
     computing_s = median(compute_s(record) for _, record in facts.records())
     removed_s = min((num_micro_batches - 1) * start_s, 0.95 * computing_s)
     share = removed_s / facts.cycle_s
     size = facts.config.train.micro_batch_size
     evidence = [
-        f"A step starts about {limit.OPERATORS_PER_BLOCK * num_blocks:,} operations for each of {num_micro_batches} "
+        f"A step starts about {num_operations:,} operations for each of {num_micro_batches} "
         f"micro-batches of {size} sample(s): {1e3 * start_s:.1f} ms each (estimate) of {1e3 * computing_s:.1f} ms of "
         f"computing a step; one micro-batch would start them once.",
-        f"A core worked for this process 1 s in {slowdown:.1f} s of computing.",
+        f"A core worked for this process 1 s in {slowdown(facts):.1f} s of computing.",
     ]
+    if facts.profile is not None:
+        evidence.append(_describe_started(facts, facts.profile, share))
     fixes = [
         build_fix(
             f"train.micro_batch_size = {size * num_micro_batches}, train.accumulation_steps = 1 (the same batch; more "
@@ -64,33 +66,78 @@ def _find_started_operations(facts: RunFacts) -> Finding | None:
     return build_finding("small_kernels", share, evidence, fixes, detail="micro-batches")
 
 
-def _slowdown(facts: RunFacts, rank: int) -> float:
-    """Return by how much a process that shares its core takes longer: clock over CPU seconds of computing."""
-    records = [record for _, record in facts.records(rank) if record.cpu_percent]
-    cpu_s = sum((record.cpu_percent or 0.0) / 100 * record.step_s for record in records)
-    if cpu_s <= 0:
-        return 1.0
-    return min(limit.MAX_SLOWDOWN, max(1.0, sum(compute_s(record) for record in records) / cpu_s))
+def _describe_started(facts: RunFacts, profile: TraceSummary, share: float) -> str:
+    """Say how many operators a profile shows and how short they are; and what merging would save by its times.
+
+    What a rank spends between operators is the time of starting them, in Python; merged, they are started once.
+    """
+    assert facts.config is not None
+    least = min(profile.ranks, key=lambda of_rank: of_rank.idle_s / of_rank.seconds)
+    num = facts.config.train.accumulation_steps
+    between = (num - 1) / num * least.idle_s / least.seconds
+    said = (
+        f"The profile of {name_steps(profile)} shows {describe_operators(least, profile)}, on rank {least.rank}; "
+        "between "
+        f"operators {least.idle_s / least.seconds:.0%} of the time pass, of which one micro-batch would save "
+        f"{between:.0%}"
+    )
+    if between > share + limit.PROFILE_TOLERANCE:
+        return (
+            f"{said}: more than the estimate of {share:.0%}. They disagree; what the profiler itself takes is "
+            "part of it."
+        )
+    return f"{said} at least; short operators are the rest of the estimate."
 
 
 def _find_idle_gpu(facts: RunFacts) -> Finding | None:
+    """Look at the time in which a GPU runs nothing: in a profile, or by its use where there is none."""
     used = _row_values(facts, "performance/gpu_util")
-    if not used or facts.config is None:
+    if facts.config is None or not (used or facts.profile is not None):
         return None
-    percent = mean(used)
-    elsewhere = sum(max(seconds.values()) for seconds in _known_waits(facts)) / facts.wall_s
-    share = max(0.0, 1 - percent / 100 - elsewhere) if percent < limit.LOW_GPU_PERCENT else 0.0
+    evidence: list[str] = []
+    guess = 0.0
+    if used:
+        percent = mean(used)
+        elsewhere = sum(max(seconds.values()) for seconds in _known_waits(facts)) / facts.wall_s
+        guess = max(0.0, 1 - percent / 100 - elsewhere) if percent < limit.LOW_GPU_PERCENT else 0.0
+        evidence.append(
+            f"A kernel ran on rank 0's GPU {percent:.0f} % of the time, though loading, exchanges and work "
+            "between steps "
+            f"take {elsewhere:.0%}: the rest, {guess:.0%}, waits for the host to start kernels."
+        )
+    share = guess
+    if facts.profile is not None:
+        share, said = _read_idle(facts, facts.profile)
+        evidence.insert(0, said)
+        if used and abs(share - guess) > limit.PROFILE_TOLERANCE:
+            evidence.append(
+                f"By the profile it is {share:.0%} and by the GPU's use {guess:.0%}: they disagree. A GPU counts "
+                "as used "
+                "while any kernel runs, a copy or NCCL's too; the profile, which tells them apart, is believed."
+            )
     train = facts.config.train
-    evidence = [
-        f"A kernel ran on rank 0's GPU {percent:.0f} % of the time, though loading, exchanges and work between steps "
-        f"take {elsewhere:.0%}: the GPU waits for the host to start kernels.",
-        f"A micro-batch has {train.micro_batch_size} sample(s); a step has {train.accumulation_steps} of them.",
-    ]
+    evidence.append(
+        f"A micro-batch has {train.micro_batch_size} sample(s); a step has {train.accumulation_steps} of them."
+    )
     fixes = [
         build_fix("larger and fewer micro-batches: as many kernels do more each", facts.tokens_per_s, 0.5 * share),
         build_fix("all that: kernels that keep the GPU busy (fused ones, CUDA graphs)", facts.tokens_per_s, share),
     ]
     return build_finding("small_kernels", share, evidence, fixes, detail="low GPU use")
+
+
+def _read_idle(facts: RunFacts, profile: TraceSummary) -> tuple[float, str]:
+    """Return the share of a profile in which GPUs did nothing within steps, and the sentence that says so."""
+    idle = mean(of_rank.idle_s / of_rank.seconds for of_rank in profile.ranks)
+    waits = [facts.gap_seconds(), *(facts.event_seconds(kind) for kind in ("checkpoint", "evaluation", "log"))]
+    between = sum(max(seconds.values()) for seconds in waits) / facts.wall_s
+    share = max(0.0, idle - between)
+    most = max(profile.ranks, key=lambda of_rank: of_rank.num_operators)
+    return share, (
+        f"In the profile of {name_steps(profile)} the GPUs run nothing for {idle:.0%} of the time, exchanges and "
+        "loading "
+        f"not counted; {between:.0%} are work between steps. Rank {most.rank} runs {describe_operators(most, profile)}."
+    )
 
 
 def _known_waits(facts: RunFacts) -> list[dict[int, float]]:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.layout import find_layout
+from vlmcourse.monitor.diagnosis.completeness import check_folder, describe_gaps
+from vlmcourse.monitor.diagnosis.profile_files import Profiled, find_disturbed, read_profile
 from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, PAUSE_FACTOR, WARMUP_STEPS
+from vlmcourse.monitor.profile_summary import TraceSummary
 from vlmcourse.monitor.step_log import EventRecord, StepRecord, common_steps, read_step_log
 from vlmcourse.planner.flops import TOWERS, StepFlops, Work, count_step_flops
 from vlmcourse.presets import VLMShape, get_model
@@ -41,6 +44,13 @@ class RunFacts:
     events: dict[int, list[EventRecord]]
     """By rank, those of the same steps."""
     notes: list[str]
+    profiled: Profiled | None = None
+    """What a profiler recorded; its steps are none of `steps` where enough others are there."""
+
+    @property
+    def profile(self) -> TraceSummary | None:
+        """What the traces of a profiled run say."""
+        return self.profiled.summary if self.profiled is not None else None
 
     @property
     def ranks(self) -> list[int]:
@@ -56,6 +66,16 @@ class RunFacts:
     def cycle_s(self) -> float:
         """The median cycle."""
         return median(mean(of_rank.values()) for of_rank in self.cycles_s.values())
+
+    @cached_property
+    def noise(self) -> float:
+        """What the ranks' computing differs by from step to step: half its 10th to 90th percentile, over the median.
+
+        Steps of other work differ too, so it is an upper bound for equal ones.
+        """
+        own_s = [mean(compute_s(record) for record in ranks.values()) for ranks in self.steps.values()]
+        tenths = quantiles(own_s, n=10, method="inclusive")
+        return min(1.0, (tenths[-1] - tenths[0]) / 2 / median(own_s)) if median(own_s) > 0 else 0.0
 
     @property
     def device(self) -> str:
@@ -131,30 +151,64 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
     if last_steps is not None and last_steps < MIN_STEPS:
         raise ValueError(f"last_steps = {last_steps}: must be {MIN_STEPS} or greater, or left out")
     folder, notes = Path(folder), list[str]()
+    check_folder(folder)
     logs = read_step_log(folder)
     written = common_steps(logs)
+    gaps = describe_gaps(folder, logs)
     steps = _latest(written)
     cycles_s = _find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
     if len(cycles_s) < MIN_STEPS:
         raise ValueError(
             f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
-            f"{MIN_STEPS} to look at and one that ends them; wait, or make a run with train.num_steps = 20"
+            f"{MIN_STEPS} to look at and one that ends them; "
+            + ("; ".join(gaps) or "wait, or make a run with train.num_steps = 20")
         )
+    notes += gaps
+    config, shape = _read_config(folder, notes)
+    profiled = read_profile(folder, written, logs, notes)
+    cycles_s = _without_profiler(
+        cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(written)), notes
+    )
     cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
+    if any(seconds <= 0 for of_rank in cycles_s.values() for seconds in of_rank.values()):
+        raise ValueError(
+            f"{folder}: a step begins no later than the one before it, so the clock of its machine stood still or went "
+            "back; look at later steps with last_steps (--last), or make the run again"
+        )
     kept = {step: steps[step] for step in cycles_s}
     ranks = next(iter(kept.values()))
-    config, shape = _read_config(folder, notes)
     return RunFacts(
         folder=folder,
         config=config,
         shape=shape,
-        hardware=_read_json(folder / "run.json").get("hardware", {}),
-        rows=_read_rows(folder / "log.jsonl"),
+        hardware=_read_hardware(folder, notes),
+        rows=_read_rows(folder / "log.jsonl", notes),
         steps=kept,
         cycles_s=cycles_s,
         events={rank: [event for event in logs[rank].events if event.step in kept] for rank in ranks},
         notes=notes,
+        profiled=profiled,
     )
+
+
+def _without_profiler(
+    cycles_s: dict[int, dict[int, float]], disturbed: range, notes: list[str]
+) -> dict[int, dict[int, float]]:
+    """Leave out the steps in which a profiler was on and what it wrote after them, if enough others are there."""
+    hit = [step for step in cycles_s if step in disturbed]
+    if not hit:
+        return cycles_s
+    kept = {step: cycles for step, cycles in cycles_s.items() if step not in hit}
+    which = f"{len(hit)} steps ({hit[0]} to {hit[-1]})"
+    if len(kept) < MIN_STEPS:
+        notes.append(
+            f"the profiler was on in {which} of the {len(cycles_s)} that are looked at: they took longer for it, "
+            "and what "
+            "it wrote after them counts as callbacks; make more steps"
+        )
+        return cycles_s
+    notes.append(f"{which} are left out of the step log's numbers: the profiler was on, which takes time")
+    return kept
 
 
 def _latest(steps: dict[int, dict[int, StepRecord]]) -> dict[int, dict[int, StepRecord]]:
@@ -203,16 +257,37 @@ def _read_config(folder: Path, notes: list[str]) -> tuple[TrainConfig | None, VL
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return what a file holds; nothing where there is none, or one that is being written."""
+    """Return what a file holds; nothing where there is none, one that is being written, or no table in it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a log that are whole."""
+def _read_hardware(folder: Path, notes: list[str]) -> dict[str, Any]:
+    found = _read_json(folder / "run.json").get("hardware")
+    if not isinstance(found, dict):
+        notes.append("run.json says nothing of the hardware (an older version's run): the device is taken to be a CPU")
+        return {}
+    return found
+
+
+def _read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the rows of a log that are whole and have a step; others are counted in a note."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
+    lines = [line for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
+    rows = [row for line in lines if (row := _parse_row(line)) is not None]
+    if len(rows) < len(lines):
+        notes.append(f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} are no rows, and left out")
+    return rows
+
+
+def _parse_row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), (int, float)) else None

@@ -39,6 +39,16 @@ class Fix:
     """Estimate of the run with the change, over all ranks."""
     gain_fraction: float
     """How much more that is: 0.5 is half as much again."""
+    saved_share: float
+    """Part of the time of a token that this is, 0 to 1."""
+    uncertainty_share: float = 0.0
+    """How far off `saved_share` may be: what the run's steps differ by, and what the cause's estimate leaves open."""
+
+    @property
+    def gain_range(self) -> tuple[float, float]:
+        """The least and the most that `gain_fraction` may come to; the least may be a loss."""
+        low, high = self.saved_share - self.uncertainty_share, self.saved_share + self.uncertainty_share
+        return 1 / (1 - low) - 1, 1 / (1 - min(0.99, high)) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +91,8 @@ class Diagnosis:
     world_size: int
     notes: tuple[str, ...]
     """What could not be told, and why."""
+    profile: tuple[str, ...] = ()
+    """What a profile of the run shows: a sentence about its steps, one a rank, and one about operators; or nothing."""
 
     @property
     def is_healthy(self) -> bool:
@@ -110,8 +122,24 @@ def build_fix(what: str, tokens_per_s: float, removed_share: float) -> Fix:
         tokens_per_s: of the run now.
         removed_share: 0 to below 1; what is above is cut to 0.99, what is below to 0.
     """
-    kept = 1 - min(0.99, max(0.0, removed_share))
-    return Fix(what=what, tokens_per_s=tokens_per_s / kept, gain_fraction=1 / kept - 1)
+    removed = min(0.99, max(0.0, removed_share))
+    kept = 1 - removed
+    return Fix(what=what, tokens_per_s=tokens_per_s / kept, gain_fraction=1 / kept - 1, saved_share=removed)
+
+
+def with_uncertainty(finding: Finding, noise: float, model_error: float) -> Finding:
+    """Return a finding whose fixes say how far off they may be.
+
+    Args:
+        finding: any.
+        noise: what steps of equal work differ by, as a part of them; what a fix leaves may do so as well.
+        model_error: how far off what is removed may be, as a part of it; 0 where it was measured.
+    """
+    fixes = tuple(
+        dataclasses.replace(fix, uncertainty_share=noise * (1 - fix.saved_share) + model_error * fix.saved_share)
+        for fix in finding.fixes
+    )
+    return dataclasses.replace(finding, fixes=fixes)
 
 
 def build_finding(

@@ -9,7 +9,8 @@ those of the host and of computing explain time of a rank's own, and ranks that 
 3. What even the rank that waits least waits for is communication; in a pipeline the stages' waits are the bubble.
 4. Small operations and recomputation are parts of computing that all ranks have.
 
-Then each is held against its threshold, and the largest share comes first. Chapter 6.
+Then each is held against its threshold, and the largest share comes first; a profile, where the run has one, is heard
+to each of them. Chapter 6.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from statistics import mean
 from vlmcourse.monitor.diagnosis.clocks import find_copies, find_throttling
 from vlmcourse.monitor.diagnosis.device import find_memory_thrash, find_recomputation, find_small_kernels
 from vlmcourse.monitor.diagnosis.facts import RunFacts, read_run
-from vlmcourse.monitor.diagnosis.findings import Diagnosis, Finding
+from vlmcourse.monitor.diagnosis.findings import Diagnosis, Finding, with_uncertainty
 from vlmcourse.monitor.diagnosis.host import find_callbacks, find_data_loading, find_events
-from vlmcourse.monitor.diagnosis.thresholds import min_share
+from vlmcourse.monitor.diagnosis.operators import slowdown
+from vlmcourse.monitor.diagnosis.profile import describe_profile, with_profile
+from vlmcourse.monitor.diagnosis.thresholds import MODEL_ERRORS, SHARED_CORE_NOISE, SHARED_CORE_SLOWDOWN, min_share
 from vlmcourse.monitor.diagnosis.waiting import find_bubble, find_communication, find_imbalance, find_slow_rank
 
 PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
@@ -51,6 +54,10 @@ def diagnose(run_folder: str | Path, *, last_steps: int | None = None) -> Diagno
 def diagnose_facts(facts: RunFacts) -> Diagnosis:
     """As `diagnose`, of what was read."""
     candidates = [found for found in _look(facts) if found is not None and found.share >= SEEN_SHARE]
+    is_shared = slowdown(facts) > SHARED_CORE_SLOWDOWN
+    noise = max(facts.noise, SHARED_CORE_NOISE) if is_shared else facts.noise
+    candidates = [with_uncertainty(found, noise, MODEL_ERRORS.get(found.cause, 0.0)) for found in candidates]
+    candidates = with_profile(facts, candidates)
     candidates.sort(key=lambda found: -found.share)
     return Diagnosis(
         run=str(facts.folder),
@@ -63,6 +70,7 @@ def diagnose_facts(facts: RunFacts) -> Diagnosis:
         tokens_per_s=facts.tokens_per_s,
         world_size=len(facts.ranks),
         notes=tuple(facts.notes),
+        profile=describe_profile(facts),
     )
 
 
@@ -100,6 +108,9 @@ def _shares(facts: RunFacts) -> dict[str, float]:
     parts = {name: mean(facts.sums(lambda r, n=name: getattr(r, f"{n}_s")).values()) for name in PARTS}
     events = {kind: mean(facts.event_seconds(kind).values()) for kind in ("checkpoint", "evaluation", "log")}
     gaps = mean(facts.gap_seconds().values())
+    untold = mean(facts.sums(lambda record: record.step_s).values()) - sum(parts.values())
     seconds = {**parts, **events, "between steps": gaps}
+    if untold > SEEN_SHARE * facts.wall_s:  # an older version's log, or another's
+        seconds["not told"] = untold
     total_s = sum(seconds.values())
     return {name: value / total_s for name, value in seconds.items()}

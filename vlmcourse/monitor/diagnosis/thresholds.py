@@ -63,6 +63,23 @@ THROTTLED_FRACTION = 0.2
 PCIE_BYTES_PER_S = 25e9
 """What PCIe 4.0 x 16 achieves of its 32 GB/s (PCI-SIG, 16 GT/s a lane); it decides only what share copies may have."""
 
+MODEL_ERRORS = {
+    "pipeline_bubble": 1.0,
+    "small_kernels": 0.5,
+    "recomputation": 0.5,
+    "imbalance": 0.5,
+    "communication": 0.5,
+    "data_loading": 0.2,
+    "slow_rank": 0.2,
+}
+"""How far off the time that a fix of a cause removes may be, as a part of it, besides what steps differ by anyway; that
+of the others is measured. By what was found when the fixes were applied: bench/fix_gains.md."""
+SHARED_CORE_SLOWDOWN, SHARED_CORE_NOISE = 1.5, 0.11
+"""A process that waits so much longer for its core than it computes shares it; two equal runs then differ by this part
+at least, however even the steps of one of them are."""
+PROFILE_TOLERANCE = MIN_SHARE
+"""A profile and the step log disagree if their shares of the time differ by more than what is worth a person's time."""
+
 
 def min_share(cause: str) -> float:
     """Return the share of the time from which on a cause is a finding."""

@@ -12,7 +12,9 @@ from statistics import mean, median, quantiles
 from vlmcourse.layout import find_layout
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
-from vlmcourse.monitor.diagnosis.findings import Finding, build_finding, build_fix
+from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, build_fix
+from vlmcourse.monitor.diagnosis.operators import estimate_start_s
+from vlmcourse.monitor.profile_summary import name_steps
 from vlmcourse.planner.schedules import ideal_bubble_fraction
 
 
@@ -150,20 +152,13 @@ def find_communication(facts: RunFacts) -> Finding | None:
     """Look at the time in which even the rank that waits least waits: data are on their way."""
     if len(facts.ranks) == 1 or pipeline_degree(facts) > 1:
         return None
-    if not facts.tells_communication:
+    if not facts.tells_communication and facts.profile is None:
         facts.notes.append(
             "communication cannot be told from computing in this strategy's step log on a GPU: record a profile "
-            "(profile.active = 3) and read its summary"
+            "(profile.active = 3): its summary in the run's folder is read here"
         )
         return None
-    shared_s = sum(min(r.communication_s or 0.0 for r in ranks.values()) for ranks in facts.steps.values())
-    share = shared_s / facts.wall_s
-    own_s = median(compute_s(record) for _, record in facts.records())
-    evidence = [
-        f"In each step even the rank that waits least waits {1e3 * shared_s / len(facts.steps):.1f} ms on the mean, "
-        f"{share:.0%} of the time: no rank is late then, data are on their way.",
-        f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
-    ]
+    share, evidence = _look_at_waits(facts)
     strategy = facts.config.parallel.strategy if facts.config is not None else ""
     accumulation = facts.config.train.accumulation_steps if facts.config is not None else 1
     fixes = [
@@ -195,6 +190,28 @@ def find_communication(facts: RunFacts) -> Finding | None:
     return build_finding("communication", share, evidence, fixes, detail=strategy)
 
 
+def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
+    """Return the share of waits of the rank that waits least, and what shows it: the log, or only a profile can."""
+    if not facts.tells_communication and facts.profile is not None:
+        of_rank = min(facts.profile.ranks, key=lambda of_rank: of_rank.exposed_s / of_rank.seconds)
+        share = of_rank.exposed_s / of_rank.seconds
+        hidden_s = of_rank.communication_s - of_rank.exposed_s
+        return share, [
+            f"The step log cannot tell it here; by the profile of {name_steps(facts.profile)} even rank "
+            f"{of_rank.rank}, which has least, has exposed communication for {share:.0%} of the time, "
+            f"{1e3 * of_rank.exposed_s / len(facts.profile.steps):.1f} ms a step; "
+            f"{1e3 * hidden_s / len(facts.profile.steps):.1f} ms more hide behind computing."
+        ]
+    shared_s = sum(min(r.communication_s or 0.0 for r in ranks.values()) for ranks in facts.steps.values())
+    share = shared_s / facts.wall_s
+    own_s = median(compute_s(record) for _, record in facts.records())
+    return share, [
+        f"In each step even the rank that waits least waits {1e3 * shared_s / len(facts.steps):.1f} ms on the mean, "
+        f"{share:.0%} of the time: no rank is late then, data are on their way.",
+        f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
+    ]
+
+
 def find_bubble(facts: RunFacts) -> Finding | None:
     """Look at the time in which the stages of a pipeline wait for each other."""
     pp = pipeline_degree(facts)
@@ -217,23 +234,38 @@ def find_bubble(facts: RunFacts) -> Finding | None:
         f"micro-batch(es) has a bubble of {ideal:.0%} even with equal stages.",
         f"Stage {longest} computes {1e3 * longest_s:.1f} ms a step, the mean stage {1e3 * equal_s:.1f} ms.",
     ]
-    more = max(2 * num_microbatches, 4 * pp)
-    waste = pp - 1
-    now_s = facts.cycle_s
-
-    def removed(new_s: float) -> float:
-        return 1 - new_s / now_s
-
-    fixes = [
-        build_fix(
-            f"train.accumulation_steps = {more} with as many samples a step (train.micro_batch_size smaller)",
-            facts.tokens_per_s,
-            removed(min(now_s, longest_s * (more + waste) / more)),
-        ),
-        build_fix(
-            f"train.accumulation_steps = {more} so, and equal stages (parallel.adaptive = true moves layers)",
-            facts.tokens_per_s,
-            removed(min(now_s, equal_s * (more + waste) / more)),
-        ),
-    ]
+    fixes = _bubble_fixes(facts, num_microbatches, longest_s, equal_s)
+    apart = "parallel.pp = 1 with these ranks data-parallel, if one holds a whole model"
+    fixes.append(build_fix(apart, facts.tokens_per_s, share))
     return build_finding("pipeline_bubble", share, evidence, fixes, detail=f"{num_microbatches} micro-batches")
+
+
+def _bubble_fixes(facts: RunFacts, num_microbatches: int, longest_s: float, equal_s: float) -> list[Fix]:
+    """Return what more micro-batches of as many samples would save, as far as starting their operations allows.
+
+    Args:
+        facts: of a pipeline's run.
+        num_microbatches: of a step now.
+        longest_s: what the stage that computes longest computes in a step.
+        equal_s: what each would, if all were equal.
+    """
+    assert facts.config is not None
+    pp, train = pipeline_degree(facts), facts.config.train
+    start_s = (estimate_start_s(facts) or 0.0) / pp
+    samples = train.micro_batch_size * train.accumulation_steps
+    most = max(2 * num_microbatches, 4 * pp)
+    counts = [n for n in range(num_microbatches + 1, most + 1) if samples % n == 0]
+
+    def step_s(work_s: float, count: int) -> float:
+        return (work_s + (count - num_microbatches) * start_s) * (count + pp - 1) / count
+
+    fixes = []
+    for work_s, also in ((longest_s, ""), (equal_s, ", and equal stages (parallel.adaptive = true moves layers)")):
+        best = min(counts, key=lambda count, work_s=work_s: step_s(work_s, count), default=None)
+        if best is not None and (removed := 1 - step_s(work_s, best) / facts.cycle_s) > 0:
+            what = (
+                f"train.accumulation_steps = {best}, train.micro_batch_size = {samples // best} (as many samples a "
+                f"step){also}"
+            )
+            fixes.append(build_fix(what, facts.tokens_per_s, removed))
+    return fixes

@@ -29,7 +29,8 @@ MAX_WAITING_ROWS = 10_000
 """Rows that may wait for a worker; more means that it takes none."""
 HOW_TO_INSTALL = {
     "wandb": "pip install wandb",
-    "trackio": "pip install trackio, which puts a pillow older than 13 in the place of the course's",
+    "trackio": "pip install -e '.[trackio]' without -c constraints.txt, which puts a pillow older than 13 in the place "
+    "of the course's",
 }
 WORKER = "vlmcourse.monitor.loggers.package_worker"
 

@@ -1,0 +1,297 @@
+"""What a profile adds to a diagnosis: made-up logs with made-up profiles, a GPU's among them; real ones are profiled in
+`test_monitor_profiler.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handmade_traces import gpu_trace, rank_trace, span
+from made_up_logs import GIB, only, write_log
+
+from vlmcourse import cli
+from vlmcourse.monitor.diagnosis import Diagnosis, diagnose, thresholds
+from vlmcourse.monitor.profile_summary import (
+    PROFILE_FOLDER,
+    SUMMARY_JSON,
+    CopyTime,
+    OperatorTime,
+    RankTime,
+    TraceSummary,
+    read_summary,
+    write_summary,
+)
+from vlmcourse.monitor.trace_files import RankTrace
+from vlmcourse.monitor.trace_merge import merge_traces
+from vlmcourse.monitor.trace_summary import summarise
+
+GPU = {"device": "cuda", "gpu_memory_bytes": 80 * GIB}
+STEPS = (4, 5)
+
+
+def rank_time(rank: int, step_s: float = 0.1, **changes: Any) -> RankTime:
+    """What a rank of `made_up_logs.USUAL` does in two steps, exposed 4 ms and stalled 2 ms of 100 each."""
+    parts: dict[str, Any] = {"exposed_s": 0.008, "stall_s": 0.004, "idle_s": 0.02, "communication_s": 0.02} | changes
+    seconds = 2 * step_s
+    compute_s = seconds - parts["exposed_s"] - parts["stall_s"] - parts["idle_s"]
+    counts: dict[str, Any] = {"num_operators": 4000, "operators_s": 0.02, "num_short": 3800}
+    return RankTime(rank=rank, compute_s=compute_s, seconds=seconds, **counts | parts)
+
+
+def add_profile(folder: Path, *ranks: RankTime, steps: tuple[int, ...] = STEPS, **changes: Any) -> Path:
+    """Write the summary of a profile into a run's folder."""
+    found = ranks or (rank_time(0), rank_time(1))
+    summary = TraceSummary(
+        steps=steps,
+        step_s=max(of_rank.seconds for of_rank in found) / len(steps),
+        ranks=found,
+        operators=(OperatorTime(name="aten::mm", self_s=0.08, calls=400),),
+        longest_gap=None,
+        clock_uncertainty_s=1e-4,
+    )
+    (folder / PROFILE_FOLDER).mkdir()
+    write_summary(dataclasses.replace(summary, **changes), folder / PROFILE_FOLDER)
+    return folder
+
+
+def said(found: Diagnosis, words: str) -> bool:
+    """Whether the evidence of the first finding says so."""
+    return any(words in sentence for sentence in found.findings[0].evidence)
+
+
+def noted(found: Diagnosis, words: str) -> bool:
+    return any(words in note for note in found.notes)
+
+
+def test_a_summary_survives_its_file_and_another_versions_is_refused(tmp_path: Path) -> None:
+    trace = merge_traces([rank_trace(0), rank_trace(1)])
+    summary = summarise(trace)
+    assert summary.longest_gap is not None
+    path = write_summary(summary, tmp_path)
+    assert path.name == SUMMARY_JSON and read_summary(path) == summary
+    held = json.loads(path.read_text())
+    for broken in ([], {}, held | {"steps": []}, held | {"more": 1}, held | {"ranks": [{"rank": 0}]}):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=r"no summary of this version .*make it again with .*summarise_folder"):
+            read_summary(path)
+
+
+def test_operators_that_call_no_other_are_counted_and_short_ones_among_them() -> None:
+    """Rank 0 has linear with mm in it, mul, and a later mm; one of 5 us is planted in step 6, one outside of it."""
+    more = [span("aten::view", 150, 150.005, tid=9999), span("aten::view", 215, 215.005)]
+    first, other = summarise(merge_traces([rank_trace(0, more=more), rank_trace(1)])).ranks
+    assert (first.num_operators, first.num_short) == (4, 1)  # mm, mul, mm, view
+    assert first.operators_s == pytest.approx((10 + 40 + 100 + 0.005) / 1e3)
+    assert first.copies == () and other.num_short == 0
+
+
+def test_copies_of_a_gpu_count_by_direction_and_what_hides_behind_kernels_does_not() -> None:
+    """10 ms of which 5 hide behind a kernel (50-80 ms), 4 ms that hide behind NCCL (to 95), 3 ms that hide nowhere."""
+
+    def copy(name: str, start_ms: float, end_ms: float, num_bytes: int) -> dict[str, Any]:
+        args = {"bytes": num_bytes, "stream": 7}
+        return span(f"Memcpy {name}", start_ms, end_ms, 11, "gpu_memcpy", args=args) | {"pid": 0}
+
+    traces: list[RankTrace] = []
+    for rank in (0, 1):
+        trace = gpu_trace(rank)
+        copies = [
+            copy("HtoD (Pageable -> Device)", 15, 25, 4_000_000),
+            copy("DtoH (Device -> Pinned)", 90, 94, 1_000_000),
+            copy("HtoD (Pinned -> Device)", 96, 99, 2_000_000),
+        ]
+        traces.append(dataclasses.replace(trace, events=trace.events + copies))
+    summary = summarise(merge_traces(traces))
+    assert summary.on_gpu
+    down, up = summary.ranks[0].copies
+    assert (down.direction, down.num_bytes, down.exposed_s) == ("DtoH", 1_000_000, 0.0)
+    assert (up.direction, up.calls, up.num_bytes) == ("HtoD", 2, 6_000_000)
+    assert (up.seconds, up.exposed_s) == (pytest.approx(0.013), pytest.approx(0.008))
+    assert summary.ranks[0].num_operators == 2, "two kernels; NCCL's and copies are none"
+    assert "HtoD 6.0 MB a step in 13.0 ms, 8.0 ms of it exposed" in str(summary)
+
+
+def test_without_a_profile_all_is_as_before_and_one_that_agrees_is_quoted(tmp_path: Path) -> None:
+    change = lambda rank, step: {"data_wait_s": 0.1}  # noqa: E731
+    plain = diagnose(write_log(tmp_path / "plain", change))
+    stalled = (rank_time(0, 0.198, stall_s=0.2), rank_time(1, 0.198, stall_s=0.196))
+    found = diagnose(add_profile(write_log(tmp_path / "profiled", change), *stalled))
+    assert plain.profile == () and found.cause == plain.cause == "data_loading"
+    assert found.findings[0].share == pytest.approx(plain.findings[0].share)
+    assert said(
+        found, "The profile of steps 4 to 5 shows data stalls for 51% of the time of rank 0, the most of all ranks"
+    )
+    assert said(found, "(100.0 ms a step); the step log agrees (51% in the steps looked at)")
+    assert found.profile[0] == "Profile of steps 4 to 5: 198.0 ms a step."
+    assert "Rank 1: compute" in found.profile[2] and "2,000 operators a step of 5.0 us on the mean" in found.profile[2]
+    assert "95% of them below 10 us" in found.profile[2] and "aten::mm 20.0 ms" in found.profile[3]
+
+
+def test_where_log_and_profile_disagree_both_are_said_with_where(tmp_path: Path) -> None:
+    change = lambda rank, step: {"data_wait_s": 0.1}  # noqa: E731
+    everywhere = diagnose(add_profile(write_log(tmp_path / "same", change)))
+    assert said(everywhere, "data stalls for 2% of the time of rank 0") and said(everywhere, "they disagree")
+    assert said(everywhere, "the step log 51% in the same steps and 51% in those looked at")
+
+    late = lambda rank, step: {"data_wait_s": 0.1} if step > 6 else {}  # noqa: E731
+    later = diagnose(add_profile(write_log(tmp_path / "late", late)))
+    assert later.cause == "data_loading" and said(later, "The step log agrees for these steps (2%), but has")
+    assert said(later, "record later ones with profile.wait")
+
+    stalled = (rank_time(0, stall_s=0.1), rank_time(1, stall_s=0.1))
+    unseen = diagnose(add_profile(write_log(tmp_path / "unseen"), *stalled))
+    assert unseen.is_healthy and noted(unseen, "data stalls for 50% of the time of rank 0")
+    exposed = (rank_time(0, exposed_s=0.12), rank_time(1, exposed_s=0.1))
+    unheard = diagnose(add_profile(write_log(tmp_path / "unheard"), *exposed))
+    assert unheard.is_healthy and noted(unheard, "exposed communication for 50% of the time of rank 1, the least")
+
+
+def test_the_slowest_rank_of_a_profile_is_held_against_the_logs(tmp_path: Path) -> None:
+    change = lambda rank, step: {"forward_s": 0.13} if rank == 1 else {}  # noqa: E731
+    ranks = rank_time(0, 0.2, exposed_s=0.208), rank_time(1, 0.2)
+    found = diagnose(add_profile(write_log(tmp_path / "same", change), *ranks))
+    assert only(found).cause == "slow_rank" and said(found, "rank 1 has the most time of its own, 196.0 ms a step")
+    assert not said(found, "disagree")
+    swapped = [dataclasses.replace(of_rank, rank=1 - of_rank.rank) for of_rank in reversed(ranks)]
+    other = diagnose(add_profile(write_log(tmp_path / "other", change), *swapped))
+    assert said(other, "rank 0 has the most time of its own") and said(
+        other, "names rank 1 over all its steps: they disagree"
+    )
+
+
+def test_work_between_steps_is_idle_there_or_came_in_no_recorded_step(tmp_path: Path) -> None:
+    busy = diagnose(add_profile(write_log(tmp_path / "busy", between=lambda rank, step: ("nothing", 0.1))))
+    assert only(busy).cause == "callbacks" and said(busy, "idle for 10% of the time at most, though about 25%")
+    save = lambda rank, step: ("checkpoint", 0.5) if step % 8 == 0 else None  # noqa: E731
+    rare = diagnose(add_profile(write_log(tmp_path / "rare", between=save)))
+    assert only(rare).cause == "checkpoints" and said(rare, "does not show it: none came between these steps")
+
+
+def test_steps_with_the_profiler_on_are_left_out_or_said_to_be_in(tmp_path: Path) -> None:
+    """Recorded steps take three times as long, and the trace is written for 2 s after step 5."""
+
+    def write(folder: Path, num_steps: int, config: Mapping[str, Any]) -> Path:
+        return write_log(
+            folder,
+            lambda rank, step: {"forward_s": 0.23} if 4 <= step <= 5 else {},
+            num_steps=num_steps,
+            between=lambda rank, step: ("nothing", 2.0) if step == 5 else None,
+            config=config,
+        )
+
+    config = {"profile": {"wait": 2, "warmup": 1, "active": 2}}
+    found = diagnose(add_profile(write(tmp_path / "long", 23, config)))
+    assert found.is_healthy and found.step_s == pytest.approx(0.1) and found.first_step == 6
+    assert noted(found, "3 steps (3 to 5) are left out")
+    unwritten = diagnose(write(tmp_path / "unwritten", 23, config))
+    assert unwritten.is_healthy and unwritten.step_s == pytest.approx(0.1), "the settings say which steps"
+    assert noted(unwritten, "3 steps (3 to 5) are left out")
+    short = diagnose(add_profile(write(tmp_path / "short", 9, config)))
+    assert short.cause == "callbacks" and noted(short, "the profiler was on in 3 steps (3 to 5) of the 6")
+
+
+def test_a_profile_that_cannot_be_used_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    runs = {name: write_log(tmp_path / name) for name in ("empty", "broken", "ranks", "steps")}
+    (runs["empty"] / PROFILE_FOLDER).mkdir()
+    add_profile(runs["broken"])
+    (runs["broken"] / PROFILE_FOLDER / SUMMARY_JSON).write_text('{"steps": [4')
+    add_profile(runs["ranks"], rank_time(0))
+    add_profile(runs["steps"], steps=(400, 401))
+    expected = {
+        "empty": "has no summary.json, so no profile is looked at",
+        "broken": "no summary of this version",
+        "ranks": "the profile of 1 rank(s) in steps 4 to 5 is not looked at",
+        "steps": "in steps 400 to 401 is not looked at: the step log has not all of these steps",
+    }
+    for name, words in expected.items():
+        found = diagnose(runs[name])
+        assert found.is_healthy and found.profile == () and noted(found, words), (name, found.notes)
+
+
+def test_small_operators_are_counted_where_they_were_guessed(tmp_path: Path) -> None:
+    config = {"train": {"micro_batch_size": 1, "accumulation_steps": 8}}
+    folder = write_log(tmp_path, lambda rank, step: {"cpu_percent": 96.0}, config=config)
+    found = diagnose(add_profile(folder))
+    assert only(found).cause == "small_kernels" and said(found, "2,000 operators a step of 5.0 us on the mean")
+    assert said(found, "10% of the time pass, of which one micro-batch would save 9% at least")
+
+
+# --- What only a GPU's profile shows --------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_runs_nothing_is_seen_in_its_profile_and_held_against_its_use(tmp_path: Path) -> None:
+    idle = (rank_time(0, idle_s=0.12), rank_time(1, idle_s=0.12))
+    found = diagnose(add_profile(write_log(tmp_path / "alone", hardware=GPU), *idle, on_gpu=True))
+    assert only(found).cause == "small_kernels" and only(found).share == pytest.approx(0.6)
+    assert said(found, "the GPUs run nothing for 60% of the time") and said(found, "2,000 kernels a step of 5.0 us")
+    rows = [{"step": step, "performance/gpu_util": 95.0} for step in range(5, 24, 5)]
+    both = diagnose(add_profile(write_log(tmp_path / "both", hardware=GPU, rows=rows), *idle, on_gpu=True))
+    assert said(both, "By the profile it is 60% and by the GPU's use 0%: they disagree")
+
+
+def test_copies_that_nothing_hides_are_the_share_and_traffic_is_only_an_upper_bound(tmp_path: Path) -> None:
+    copy = CopyTime(direction="HtoD", calls=8, num_bytes=8_000_000, seconds=0.06, exposed_s=0.05)
+    within = dataclasses.replace(copy, direction="DtoD", exposed_s=0.1)
+    ranks = (rank_time(0), rank_time(1, copies=(within, copy)))
+    rows = [{"step": step, "hardware/pcie_rx_bytes_per_s": 20e9} for step in range(5, 24, 5)]
+    found = diagnose(add_profile(write_log(tmp_path / "a", hardware=GPU, rows=rows), *ranks, on_gpu=True))
+    assert only(found).cause == "copies" and only(found).share == pytest.approx(0.25), "not the 80 % of a busy link"
+    assert said(found, "rank 1 only copies for 25% of the time") and said(found, "HtoD 4.0 MB in 4 copies, 30.0 ms")
+    assert said(found, "at most so much of the time") and not said(found, "disagree")
+    slow = [row | {"hardware/pcie_rx_bytes_per_s": 1e9} for row in rows]
+    more = diagnose(add_profile(write_log(tmp_path / "b", hardware=GPU, rows=slow), *ranks, on_gpu=True))
+    assert said(more, "more than a busy link could take: they disagree")
+
+
+def test_communication_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path: Path) -> None:
+    change = lambda rank, step: {"communication_s": 0.0, "backward_s": 0.064}  # noqa: E731
+    folder = write_log(tmp_path, change, hardware=GPU, config={"parallel": {"strategy": "fsdp"}})
+    for path in (folder / "steps").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text(
+            "".join(json.dumps({k: v for k, v in r.items() if k != "communication_s"}) + "\n" for r in rows)
+        )
+    assert noted(diagnose(folder), "communication cannot be told")
+    ranks = (rank_time(0, exposed_s=0.1, communication_s=0.14), rank_time(1, exposed_s=0.08, communication_s=0.14))
+    found = diagnose(add_profile(folder, *ranks, on_gpu=True))
+    assert only(found).cause == "communication" and only(found).share == pytest.approx(0.4)
+    assert said(found, "even rank 1, which has least, has exposed communication for 40%") and said(
+        found, "30.0 ms more hide"
+    )
+    assert not noted(found, "cannot be told")
+
+
+# --- The command, and what fixes leave open ---------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_profile_and_json_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(add_profile(write_log(tmp_path, lambda rank, step: {"communication_s": 0.1})))
+    assert cli.main(["diagnose", folder]) == 0
+    assert "Profile of steps 4 to 5: 100.0 ms a step." in capsys.readouterr().out
+    assert cli.main(["diagnose", folder, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["profile"]) == 4 and found["cause"] == "communication"
+
+
+def test_fixes_say_how_far_off_they_may_be(tmp_path: Path) -> None:
+    between = lambda rank, step: ("nothing", 0.1)  # noqa: E731
+    steady = only(diagnose(write_log(tmp_path / "steady", between=between))).fixes[0]
+    assert steady.uncertainty_share == pytest.approx(0) and steady.saved_share == pytest.approx(0.5)
+    assert steady.gain_range == pytest.approx((steady.gain_fraction, steady.gain_fraction))
+    # Computing alternates between 74 and 114 ms: half of the difference over the mean, of what the fix leaves.
+    noisy = lambda rank, step: {"forward_s": 0.01 + 0.04 * (step % 2)}  # noqa: E731
+    fix = only(diagnose(write_log(tmp_path / "noisy", noisy, between=between))).fixes[0]
+    assert fix.uncertainty_share == pytest.approx(0.02 / 0.094 * (1 - fix.saved_share))
+    low, high = fix.gain_range
+    assert low < fix.gain_fraction < high
+    shared = lambda rank, step: {"cpu_percent": 30.0}  # noqa: E731
+    loaded = only(diagnose(write_log(tmp_path / "loaded", shared, between=between))).fixes[0]
+    assert loaded.uncertainty_share == pytest.approx(thresholds.SHARED_CORE_NOISE * (1 - loaded.saved_share))
+    waits = lambda rank, step: {"communication_s": 0.1}  # noqa: E731
+    modelled = only(diagnose(write_log(tmp_path / "modelled", waits))).fixes[0]
+    error = thresholds.MODEL_ERRORS["communication"]
+    assert modelled.uncertainty_share == pytest.approx(error * modelled.saved_share)

@@ -362,6 +362,43 @@ def test_a_resumed_run_of_other_ranks_is_judged_by_its_last_part(tmp_path: Path)
     assert set(read_step_log(tmp_path)) == {0, 1}
 
 
+def test_a_run_that_was_killed_and_went_on_with_fewer_ranks_is_judged_by_what_it_made_again(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        writer = StepLogWriter(tmp_path, rank)
+        for step in range(1, 21):
+            writer.write(StepRecord(step=step, start_s=0.1 * step, step_s=0.1, world_size=2, **USUAL))
+        writer.close()
+    writer = StepLogWriter(tmp_path, 0, keep_until_step=10)  # nobody cuts the file of rank 1
+    for step in range(11, 25):
+        writer.write(StepRecord(step=step, start_s=50 + 0.1 * step, step_s=0.1, world_size=1, **USUAL))
+    writer.close()
+    found = diagnose(tmp_path)
+    assert (found.world_size, found.first_step, found.last_step) == (1, 13, 23) and found.is_healthy
+
+
+def test_the_pause_of_a_resumed_run_and_the_warm_up_after_it_are_nobodys_fault(tmp_path: Path) -> None:
+    """A pause of only 25 steps, and a slow first step after it; the same pause without a mark is time of the run."""
+    for rank in (0, 1):
+        writer = StepLogWriter(tmp_path, rank)
+        for step in range(1, 11):
+            writer.write(StepRecord(step=step, start_s=0.1 * step, step_s=0.1, world_size=2, **USUAL))
+        writer.close()
+        writer = StepLogWriter(tmp_path, rank, keep_until_step=10)
+        for step in range(11, 21):
+            first: dict[str, Any] = {"step_s": 1.1, "data_wait_s": 1.004} if step == 11 else {"step_s": 0.1}
+            start_s = 2.5 + 0.1 * step + (0.0 if step == 11 else 1.0)
+            writer.write(StepRecord(step=step, start_s=start_s, world_size=2, **(USUAL | first)))
+        writer.close()
+    found = diagnose(tmp_path)
+    assert found.is_healthy and found.step_s == pytest.approx(0.1)
+    assert [note for note in found.notes if "resumed" in note] == [
+        "2.5 s after step 10 are left out, and warm-up then: the run was resumed"
+    ]
+    for path in (tmp_path / "steps").iterdir():
+        path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "resume" not in line))
+    assert not diagnose(tmp_path).is_healthy
+
+
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     run = str(recorded_run("sleeping rank"))

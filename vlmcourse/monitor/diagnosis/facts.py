@@ -20,7 +20,7 @@ from vlmcourse.monitor.diagnosis.completeness import check_folder, describe_gaps
 from vlmcourse.monitor.diagnosis.profile_files import Profiled, find_disturbed, read_profile
 from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, PAUSE_FACTOR, WARMUP_STEPS
 from vlmcourse.monitor.profile_summary import TraceSummary
-from vlmcourse.monitor.step_log import EventRecord, StepRecord, common_steps, read_step_log
+from vlmcourse.monitor.step_log import EventRecord, StepRecord, common_steps, read_step_log, steps_after_resume
 from vlmcourse.planner.flops import TOWERS, StepFlops, Work, count_step_flops
 from vlmcourse.presets import VLMShape, get_model
 
@@ -224,7 +224,7 @@ def _latest(steps: dict[int, dict[int, StepRecord]]) -> dict[int, dict[int, Step
 def _find_cycles(
     steps: dict[int, dict[int, StepRecord]], events: dict[int, list[EventRecord]], notes: list[str]
 ) -> dict[int, dict[int, float]]:
-    """Return the time from each step to the next; a pause of the run is left out, and noted."""
+    """Return the time from each step to the next; a pause and the warm-up after it are left out, a pause is noted."""
     cycles = {
         step: {rank: steps[step + 1][rank].start_s - record.start_s for rank, record in ranks.items()}
         for step, ranks in steps.items()
@@ -237,9 +237,13 @@ def _find_cycles(
         rank = min(of_rank)
         explained_s = steps[step][rank].step_s + sum(e.seconds for e in events[rank] if e.step == step)
         gap_s = of_rank[rank] - explained_s
-        if gap_s > PAUSE_FACTOR * usual_s:
+        if step in steps_after_resume(events[rank], WARMUP_STEPS):
             del cycles[step]
-            notes.append(f"{gap_s:.1f} s after step {step} are left out: the run was resumed, or the machine slept")
+            if step in steps_after_resume(events[rank], 0):
+                notes.append(f"{gap_s:.1f} s after step {step} are left out, and warm-up then: the run was resumed")
+        elif gap_s > PAUSE_FACTOR * usual_s:
+            del cycles[step]
+            notes.append(f"{gap_s:.1f} s after step {step} are left out: the machine slept, or the run was resumed")
     return cycles
 
 

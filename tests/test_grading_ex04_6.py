@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ex04_6_answers import PARTS, RIGHT, WRONG, plain
@@ -203,7 +203,7 @@ def test_the_reference_answers_of_the_notebook_earn_all_points() -> None:
         assert {part: grade(part, functions, seed) for part in PARTS} == POINTS
     team = make_team()
     assert space["team_alone"] == team.alone
-    for shown, graded in zip(space["team_by_rank"], team.by_rank, strict=True):
+    for shown, graded in zip(cast(list[dict[str, float]], space["team_by_rank"]), team.by_rank, strict=True):
         assert shown == pytest.approx(graded)
 
 

@@ -110,8 +110,28 @@ class RunFacts:
         return {rank: sum(value(record) or 0.0 for _, record in self.records(rank)) for rank in self.ranks}
 
     def event_seconds(self, kind: str) -> dict[int, float]:
-        """Return seconds of one kind of event, by rank."""
-        return {r: sum(e.seconds for e in self.events[r] if e.event == kind) for r in self.ranks}
+        """Return seconds of one kind of event, by rank, without what it waited in them for ranks that were late."""
+        return {
+            rank: sum(e.seconds - self._waits_for_late_s(e) for e in self.events[rank] if e.event == kind)
+            for rank in self.ranks
+        }
+
+    def event_waits(self) -> dict[int, float]:
+        """Return the seconds that each rank waited in events for ranks that came late to them."""
+        return {rank: sum(self._waits_for_late_s(event) for event in self.events[rank]) for rank in self.ranks}
+
+    def _waits_for_late_s(self, event: EventRecord) -> float:
+        """Return what a rank waited in an event beyond what the rank that waited least did."""
+        return max(0.0, (event.communication_s or 0.0) - self._least_waits_s.get((event.event, event.step), 0.0))
+
+    @cached_property
+    def _least_waits_s(self) -> dict[tuple[str, int], float]:
+        """By event and step: what even the rank that waited least waited; 0 where a rank had no such event."""
+        waits: dict[tuple[str, int], list[float]] = {}
+        for rank in self.ranks:
+            for event in self.events[rank]:
+                waits.setdefault((event.event, event.step), []).append(event.communication_s or 0.0)
+        return {which: min(found) if len(found) == len(self.ranks) else 0.0 for which, found in waits.items()}
 
     def gap_seconds(self) -> dict[int, float]:
         """Return the time between steps that no event explains, by rank."""

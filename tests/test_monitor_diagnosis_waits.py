@@ -38,7 +38,7 @@ def write_late_callback(folder: Path, event: str, row_s: float, sent_s: float) -
             start_s = cycle_s * step
             writer.write(StepRecord(step=step, start_s=start_s, step_s=STEP_S, world_size=2, **USUAL))
             began_s, late_s = (STEP_S, CALLBACK_S) if rank == 0 else (STEP_S + CALLBACK_S, 0.0)
-            waits = {"seconds": row_s + sent_s + late_s, "communication_s": sent_s + late_s}
+            waits: dict[str, float] = {"seconds": row_s + sent_s + late_s, "communication_s": sent_s + late_s}
             writer.write(EventRecord(event=event, step=step, start_s=start_s + began_s, **waits))
         writer.close()
     return folder
@@ -86,7 +86,7 @@ def test_two_ranks_that_are_late_at_different_exchanges_are_no_communication(tmp
         for step in range(1, 20):
             late = {"forward_s": 0.03 + (0.1 if rank == 1 else 0.0), "communication_s": 0.104}
             waits_s = [0.1, 0.004] if rank == 1 else [0.002, 0.102]
-            own = USUAL | late | ({"waits_s": waits_s} if knows_waits else {})
+            own: dict[str, Any] = USUAL | late | ({"waits_s": waits_s} if knows_waits else {})
             start_s = 0.3 * step - (0.1 if rank == 1 else 0.0)
             seconds = 0.3 if rank == 1 else 0.2
             writer.write(StepRecord(step=step, start_s=start_s, step_s=seconds, world_size=2, **own))
@@ -113,6 +113,7 @@ def test_lists_in_a_log_are_of_numbers() -> None:
         ({"strategy": "ddp"}, "train.accumulation_steps = 4"),
         ({"strategy": "zero1"}, "train.accumulation_steps = 4"),
         ({"strategy": "fsdp"}, "train.micro_batch_size = 16"),
+        ({"strategy": "deepspeed-zero1"}, "train.accumulation_steps = 4"),
         ({"strategy": "deepspeed-zero2"}, "train.micro_batch_size = 16"),
         ({"strategy": "single", "tp": 2}, "train.micro_batch_size = 16"),
         ({"strategy": "fsdp", "cp": 2}, "train.micro_batch_size = 16"),

@@ -202,7 +202,7 @@ def _fewer_exchanges(facts: RunFacts, share: float) -> Fix:
         return build_fix(
             f"train.micro_batch_size = {2 * train.micro_batch_size}: {what}", facts.tokens_per_s, share / 2
         )
-    if parallel.strategy in SHARDED or parallel.strategy in DEEPSPEED:
+    if parallel.strategy in SHARDED or DEEPSPEED.get(parallel.strategy, 0) >= 2:  # ZeRO stage 2: gradients as they come
         what = "exchanges come with every micro-batch, so as many for twice the samples (a larger batch, more memory)"
         return build_fix(
             f"train.micro_batch_size = {2 * train.micro_batch_size}: {what}", facts.tokens_per_s, share / 2

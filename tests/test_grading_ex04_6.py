@@ -35,7 +35,13 @@ CHECKS: dict[str, Callable[..., float]] = {
 POINTS = {"speedup": 2, "serial": 4, "split": 5, "fixes": 4, "together": 2}
 CASES = {1: 4, 715204: 12}
 """By seed: number of cases of each part, as the visible and the hidden tests have them."""
-MOST = {"any kind will do": 0.95, "all input": 0.85, "weak split of one part": 0.85, "forward and backward only": 0.86, "costs overlooked": 0.9}
+MOST = {
+    "any kind will do": 0.95,
+    "all input": 0.85,
+    "weak split of one part": 0.85,
+    "forward and backward only": 0.86,
+    "costs overlooked": 0.9,
+}
 """Share of a part's points that an answer with a slip in a corner may keep; others keep less."""
 
 
@@ -120,7 +126,7 @@ def test_each_part_of_a_split_has_its_own_points(capsys: Any) -> None:
 
 
 def test_what_counts_as_right_for_a_fraction_lies_between_other_fits_of_the_right_errors_and_of_wrong_ones() -> None:
-    """So that neither keeps or loses points by luck: errors in seconds, N times a step, speed-ups; logarithms, the law."""
+    """So that luck gives and takes no points; wrong are errors in seconds, in N times a step and in speed-ups."""
     assert MAX_APART < ex04_6.FRACTION_TOLERANCE < MIN_APART
     for case in (case for seed in range(5) for case in make_serial_cases(seed, 8)):
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lab_cells import reference, run_blank
+from lab_cells import read_cells, reference, run_blank
 
 from vlmcourse import plots
 from vlmcourse.labs.ch06 import count_by_torch, mixed_samples, wide_shape
@@ -113,3 +113,32 @@ def test_the_reference_of_lab_6_1_is_what_a_person_computes_and_a_blank_answer_e
     assert utilisation(towers, 0.8, 2, None) == (None, None)
     [(printed, points)] = run_blank("lab06_1").values()
     assert "not solved yet" in printed and points == "0.0"
+
+
+WRONG = {
+    "6 N": ("1 + is_reached + is_trained", "3"),
+    "a frozen tower has no backward": ("1 + is_reached + is_trained", "1 + 2 * is_trained"),
+    "the front needs its inputs' gradient": ("is_reached = False", "is_reached = True"),
+    "all that is marked is recomputed": ("(is_reached and is_recomputed)", "is_recomputed"),
+    "recomputation is the model's": (
+        "needed += of_tower",
+        "needed += of_tower + forward * (is_reached and is_recomputed)",
+    ),
+    "one device": ("step_s * num_devices * ", "step_s * "),
+    "no peak is 0": ("return None, None", "return 0.0, 0.0"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_usual_mistake_fails_a_case_of_lab_6_1(mistake: str) -> None:
+    cells = read_cells("solutions", "lab06_1")
+    source = cells["lab06_1_utilisation"].source
+    right, wrong = WRONG[mistake]
+    assert source.count(right) == 1
+    of: dict[str, Any] = {}
+    cases = [line.split("AUTOTEST ")[1] for line in cells["lab06_1_utilisation_test"].source.splitlines()[1:]]
+    found = []
+    for text in (source, source.replace(right, wrong)):
+        exec(text, of)
+        found.append([eval(case, of) for case in cases])
+    assert found[0] != found[1] and len(cases) == 5

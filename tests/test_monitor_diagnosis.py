@@ -403,7 +403,7 @@ def test_the_pause_of_a_resumed_run_and_the_warm_up_after_it_are_nobodys_fault(t
         writer.close()
         writer = StepLogWriter(tmp_path, rank, keep_until_step=10)
         for step in range(11, 21):
-            first = {"step_s": 1.1, "data_wait_s": 1.004} if step == 11 else {"step_s": 0.1}
+            first: dict[str, Any] = {"step_s": 1.1, "data_wait_s": 1.004} if step == 11 else {"step_s": 0.1}
             start_s = 2.5 + 0.1 * step + (0.0 if step == 11 else 1.0)
             writer.write(StepRecord(step=step, start_s=start_s, world_size=2, **(USUAL | first)))
         writer.close()

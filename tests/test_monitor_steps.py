@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import threading
@@ -21,7 +22,8 @@ from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, confi
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import parse_config
-from vlmcourse.monitor import peak, step_clock, step_log, waits
+from vlmcourse.monitor import peak, rank_spread, step_clock, step_log, waits
+from vlmcourse.monitor.energy import EnergyMeter
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
 from vlmcourse.monitor.peak import Peak, find_peak, find_run_peak
@@ -408,6 +410,27 @@ def test_a_full_disk_stops_no_run_and_is_said_once(tmp_path: Path, caplog: pytes
     ]
 
 
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "energy" / "rank0000.json"
+    EnergyMeter().save(tmp_path, 0)
+    before = path.read_bytes()
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+    def write_no_more(part: Path, _: bytes) -> int:
+        part.touch()  # a full disk still takes a name
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_no_more)
+    with pytest.raises(OSError, match="No space left"):
+        EnergyMeter().save(tmp_path, 0)
+    with pytest.raises(OSError, match="No space left"):
+        StepLogWriter(tmp_path, 0)
+    assert list(path.parent.iterdir()) == [path] and path.read_bytes() == before
+    assert list((tmp_path / "steps").iterdir()) == []
+
+
 # --- Runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -704,15 +727,17 @@ def test_the_peak_of_a_run_is_of_all_ranks_and_unknown_if_one_is(monkeypatch: py
     monkeypatch.setattr(peak, "num_usable_cores", lambda: 8)
     monkeypatch.setattr(peak.torch, "get_num_threads", lambda: 1)
 
-    def gather(mine: list[float], ranks: Ranks) -> list[list[float]]:
-        return [mine, [other, *mine[1:3], 1.0, mine[4]]]
+    def tell(other: float) -> None:
+        """Rank 1 has measured `other`."""
+        monkeypatch.setattr(peak, "gather_numbers", lambda mine, _: [mine, [other, *mine[1:3], 1.0, mine[4]]])
 
-    monkeypatch.setattr(peak, "gather_numbers", gather)
     for other, expected in ((10.0, 20.0), (30.0, 60.0), (float("nan"), None)):
+        tell(other)
         found = peak.find_run_peak(ALONE, "fp32")
         assert (found and found.flop_per_s) == expected
         assert found is None or found.source == "said; 2 rank(s) on 2 core(s)"
-    gpus, other = dataclasses.replace(ALONE, device=torch.device("cuda", 0)), 30.0
+    tell(30.0)
+    gpus = dataclasses.replace(ALONE, device=torch.device("cuda", 0))
     assert peak.find_run_peak(gpus, "fp32") == Peak(40.0, "said; 2 rank(s)")  # two cards
 
 
@@ -721,7 +746,7 @@ def test_a_run_says_what_its_utilisation_is_of(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     found = find_run_peak(ALONE, "fp32")
     assert found is not None and found.flop_per_s == about["hardware"]["peak_flop_per_s"] > 1e8
-    assert about["hardware"]["peak_source"].startswith("measured: best of the products of ") and row["performance/mfu"]
+    assert about["hardware"]["peak_source"].startswith("measured: best of ") and row["performance/mfu"]
     assert {"performance/mfu", "performance/hfu", "FLOPs"} == set(about["formulas"])
 
 
@@ -732,3 +757,11 @@ def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step()
     ranks = [rank(10, 8), rank(10, 2), rank(11, 7)]
     assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 8 / 3}
     assert row_meter._spread([*ranks, rank(10, float("nan"))]) == {} and row_meter._spread(ranks[:1]) == {}
+
+
+def test_the_slowest_rank_is_compared_with_the_others_of_which_it_is_none() -> None:
+    assert rank_spread.find_slowest({0: 1.0, 1: 100.0}) == (1, 100.0)  # with its own time in the median: 1.98
+    assert rank_spread.find_slowest({0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0}) == (0, 3.0)
+    assert rank_spread.find_slowest({4: 2.0, 5: 2.0}) == (4, 1.0)
+    assert rank_spread.find_slowest({0: 1.0}) == rank_spread.find_slowest({0: 1.0, 1: 0.0}) == (0, None)
+    assert rank_spread.describe_slowest(2) == "the other rank's"

@@ -54,7 +54,7 @@ def batch_of(lengths: tuple[int, ...], tiles: tuple[int, ...], *, padded_to: int
     mask_BS = torch.tensor([[i < length for i in range(padded_to)] for length in lengths])
     ids_BS = torch.zeros(len(lengths), padded_to, dtype=torch.int64)
     names = tuple(map(str, range(len(lengths))))
-    return Batch(ids_BS, ids_BS, mask_BS, torch.zeros(sum(tiles), 3, 1, 1), tiles, names, 4, is_mute)
+    return Batch(ids_BS, ids_BS, mask_BS, torch.zeros(sum(tiles), 3, 1, 1), tiles, names, 4, is_mute=is_mute)
 
 
 BATCHES = (

@@ -24,7 +24,7 @@ SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 NOISE = 0.04
 """Relative error of a measured step, one standard deviation."""
 MIN_APART, MAX_APART = 0.06, 0.02
-"""Relative: a fit that minimises the wrong errors is at least so far from the right fraction in every case, and one that
+"""Relative: a fit that minimises the wrong errors is at least so far from the right fraction in every case, one that
 minimises relative errors in another way at most so far. What counts as right lies between: `FRACTION_TOLERANCE`."""
 MIN_SHARE_APART = 0.003
 """Absolute: imbalance that is measured wrongly is at least so far from the right share."""
@@ -185,7 +185,9 @@ def _tells_fits_apart(case: SerialCase) -> bool:
         return abs(scaling_fits.share(found) / right - 1)
 
     return (
-        all(distance(scaling_fits.fit_weighted(*measured, by)) > MIN_APART for by in ([1] * len(case.ranks), case.ranks))
+        all(
+            distance(scaling_fits.fit_weighted(*measured, by)) > MIN_APART for by in ([1] * len(case.ranks), case.ranks)
+        )
         and distance(scaling_fits.fit_speeds(*measured)) > MIN_APART
         and distance(scaling_fits.fit_logarithms(*measured)) < MAX_APART
         and distance(scaling_fits.fit_relative_to_law(*measured)) < MAX_APART

@@ -1,10 +1,10 @@
 """The most FLOP/s that a run's devices can do: what MFU and HFU divide by.
 
-Enters: the ranks, their devices, a training precision. Leaves: a `Peak` with its source in words, of one rank or of all,
-or None where nobody knows. For a GPU it is the datasheet's, by the name of the card; an unknown card has none. A CPU's
-datasheet says little, since clock and cores in use vary: there it is measured when training begins, as the best of many
-matrix products within `MEASURED_S`, so that a busy moment does not lower it. Ranks that share cores cannot do more
-together than the cores: the run's peak counts no core twice.
+Enters: the ranks, their devices, a training precision. Leaves: a `Peak` with its source in words, of one rank or of
+all, or None where nobody knows. For a GPU it is the datasheet's, by the name of the card; an unknown card has none. A
+CPU's datasheet says little, since clock and cores in use vary: there it is measured when training begins, as the best
+of many matrix products within `MEASURED_S`, so that a busy moment does not lower it. Ranks that share cores cannot do
+more together than the cores: the run's peak counts no core twice.
 
 What a CPU's MFU is worth: it says which part of the time of these cores went into the model's products, as far as
 products that fit into the cache run here. It compares runs on one machine, whatever their strategy and number of ranks.
@@ -162,5 +162,5 @@ def _measure_cpu(dtype: str, num_threads: int) -> Peak:
         seconds.append(time.perf_counter() - started_s)
     return Peak(
         2 * side**3 / min(seconds),
-        f"measured: best of the products of {side} x {side} in {dtype} on {num_threads} CPU thread(s) in {MEASURED_S} s",
+        f"measured: best of {len(seconds)} products of {side} x {side} in {dtype} on {num_threads} CPU thread(s)",
     )

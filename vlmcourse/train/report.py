@@ -1,8 +1,9 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
 Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware,
-versions, the peak and the formulas of MFU and HFU, a mark of rank 0's process), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`),
-`result.json` and `checkpoints/`; every rank has a file of its own in `steps/` (see `run_monitor.py`) and in `energy/`.
+versions, the peak and the formulas of MFU and HFU, a mark of rank 0's process), what the loggers of `config.logging`
+write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`; every rank has a file of its own in `steps/`
+(see `run_monitor.py`) and in `energy/`.
 A new run never overwrites an earlier one of the same name: that is moved aside.
 """
 

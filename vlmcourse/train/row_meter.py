@@ -70,7 +70,9 @@ class RowMeter:
         """
         self.config, self.shape, self.layout, self.ranks = config, shape, layout, ranks
         self.loss_rows = LossRows()
-        self._peaks: list[Peak | None] = []
+        self.peak: Peak | None = None
+        """Of all ranks together, once it was looked for; what MFU and HFU divide by."""
+        self._knows_peak = False
         self._process = psutil.Process()
         self._window = Window()
         self._tower_squares: Numbers = {}
@@ -128,8 +130,9 @@ class RowMeter:
 
         Communicates: the first time an all-gather of 40 bytes a rank; all ranks must call this.
         """
-        self._peaks = self._peaks or [find_run_peak(self.ranks, self.config.train.precision)]
-        return self._peaks[0]
+        if not self._knows_peak:
+            self.peak, self._knows_peak = find_run_peak(self.ranks, self.config.train.precision), True
+        return self.peak
 
     def measure(self) -> dict[str, float | None]:
         """Return the values of a row and begin a new window; all ranks must call this.

@@ -111,9 +111,9 @@ LOOKALIKES: Mapping[str, Fault] = MappingProxyType(
         ),
         "large images on a slow machine": Fault(
             "slow_rank",
-            "the pictures of rank 1 are twelve tiles wide, and it takes 0.15 s longer besides",
+            "the pictures of rank 1 are twelve tiles wide, and it takes 0.25 s longer besides",
             {"data.max_tiles_per_image": 12},
-            plant_both(plant_large_images({1: 12}), plant_on(1, _sleep(0.15))),
+            plant_both(plant_large_images({1: 12}), plant_on(1, _sleep(0.25))),
             rank=1,
             also=("imbalance",),
         ),

@@ -85,7 +85,13 @@ def _look(facts: RunFacts) -> list[Finding | None]:
         # FLOPs are no exact measure of time: as far as they may be off, it is not the machine that is slow.
         explained_share = imbalance.share * len(facts.ranks) / (len(facts.ranks) - 1)
         doubtful_share = MODEL_ERRORS["imbalance"] * explained_share
-        straggler = replace(straggler, share=max(0.0, straggler.share - doubtful_share))
+        doubt = (
+            f"Its larger work explains {explained_share:.0%} of the time, which may be off by {doubtful_share:.0%}: "
+            f"so much of the {straggler.share:.0%} is not counted."
+        )
+        least = SEEN_SHARE if straggler.share >= min_share("slow_rank") else 0.0  # doubted, but not left unsaid
+        left_share = max(least, straggler.share - doubtful_share)
+        straggler = replace(straggler, share=left_share, evidence=(*straggler.evidence, doubt))
     explained = {found.rank for found in (throttling, thrash) if found and found.share >= min_share(found.cause)}
     if straggler is not None and straggler.rank in explained:
         straggler = None

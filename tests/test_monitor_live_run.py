@@ -144,12 +144,15 @@ def test_a_run_that_is_resumed_on_fewer_ranks_has_these_and_no_result_yet(tmp_pa
     assert live.read().state == FINISHED
 
 
-def test_the_time_of_a_resumed_run_begins_where_it_went_on(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize("early", [0, 1])
+def test_the_time_of_a_resumed_run_begins_where_it_went_on(tmp_path: Path, clock: Clock, early: int) -> None:
     run = HandmadeRun(tmp_path, world_size=2)
     run.write_step(1)
     run.write_event("evaluation", 1, 0.1)
     for rank in (1, 0):
-        run.writers[rank].write(EventRecord(event=RESUME, step=1, start_s=start_of(200) - rank, seconds=0.0))
+        run.writers[rank].write(
+            EventRecord(event=RESUME, step=1, start_s=start_of(200) - 10 * (rank == early), seconds=0.0)
+        )
     run.write_step(200)
     clock.now_s = end_of(200)
     for view in (LiveRun(tmp_path, clock).read(), LiveRun(tmp_path, clock).read()):

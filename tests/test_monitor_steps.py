@@ -371,6 +371,8 @@ def test_steps_made_again_on_fewer_ranks_count_without_what_the_lost_ranks_had_o
         **dict.fromkeys((6, 7, 8, 9), [0, 1, 2]),
     }
     assert all(record.start_s > 100 for step in (4, 5) for record in steps[step].values())
+    old, new = (StepRecord(step=1, start_s=s, step_s=1.0, world_size=n) for s, n in ((0.0, 3), (9.0, 2)))
+    assert common_steps({0: RankLog([new], []), 1: RankLog([old], []), 2: RankLog([old], [])}) == {}  # rank 1 is behind
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,20 @@ def test_a_late_rank_before_the_step_is_no_slow_message(tmp_path: Path) -> None:
     assert only(found).cause == "data_loading" and only(found).rank == 0
 
 
+def test_a_callback_on_one_stage_is_no_slow_message(tmp_path: Path) -> None:
+    """Rank 0 spends 0.3 s between its steps; the next stage begins at once, and waits for it."""
+    write_log(tmp_path, config=pipeline(8))
+    for rank in (0, 1):
+        writer, late_s = StepLogWriter(tmp_path, rank), 0.3 * rank
+        for step in range(1, 20):
+            own: dict[str, Any] = USUAL | {"communication_s": 0.012 + late_s, "micro_batches": 8}
+            start_s = 0.412 * step - late_s
+            writer.write(StepRecord(step=step, start_s=start_s, step_s=0.108 + late_s, world_size=2, **own))
+        writer.close()
+    finding = only(diagnose(tmp_path))
+    assert finding.cause == "callbacks" and finding.rank == 0
+
+
 # --- Larger images on a slow machine --------------------------------------------------------------------------------
 
 LARGE = {"tiles": 96, "image_tokens": 384}

@@ -27,7 +27,14 @@ from vlmcourse.monitor.energy import EnergyMeter
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
 from vlmcourse.monitor.peak import Peak, find_peak, find_run_peak
-from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
+from vlmcourse.monitor.step_clock import (
+    MAX_WAITS,
+    PHASES,
+    StepClock,
+    StepTimes,
+    shorten_waits,
+    tells_communication,
+)
 from vlmcourse.monitor.step_log import (
     RESUME,
     EventRecord,
@@ -62,7 +69,7 @@ class FakeTime:
 
 
 def parts_of(times: StepTimes) -> dict[str, float]:
-    return {name.removesuffix("_s"): value for name, value in vars(times).items() if name != "step_s"}
+    return {name.removesuffix("_s"): value for name, value in vars(times).items() if name not in ("step_s", "waits_s")}
 
 
 def test_a_moment_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +93,7 @@ def test_a_moment_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch
             fake.pass_s(256)
         fake.pass_s(512)
     (times,) = clock.take()
+    assert times.waits_s == [24, 128]  # one opened inside of the other
     expected = {"data_wait": 2, "forward": 36, "backward": 64, "communication": 152, "optimizer": 256, "other": 513}
     assert parts_of(times) == expected
     assert times.step_s == 1023 and times.own_s == 1023 - 152
@@ -468,10 +476,12 @@ def test_a_slow_loader_is_data_wait_and_an_event_lasts_to_its_end(
     trainer.monitor.open(tmp_path, 0)
     fake = FakeTime(monkeypatch)
     with trainer.monitor.event("log", 1):
-        fake.pass_s(3)
+        fake.pass_s(1)
+        with trainer.monitor._event_clock.phase("communication"):
+            fake.pass_s(2)
     trainer.monitor.close()
     (event,) = read_step_log(tmp_path)[0].events
-    assert event.seconds == 3
+    assert event.seconds == 3 and event.communication_s == 2
 
 
 @pytest.fixture(scope="module")
@@ -495,6 +505,27 @@ def test_a_rank_that_sleeps_works_longer_and_the_other_one_waits(folder: Path, n
     assert all((steps[step][SLOW_RANK].forward_s or 0) >= SLEEP_S for step in (2, 3))
     waits_s = [steps[step][1 - SLOW_RANK].communication_s or 0 for step in (2, 3)]
     assert max(waits_s) >= SLEEP_S / 3
+    for record in (record for of_rank in steps.values() for record in of_rank.values()):
+        assert sum(record.waits_s or ()) == pytest.approx(record.communication_s, abs=1e-4)
+        assert 0 < len(record.waits_s or ()) <= MAX_WAITS
+    counts = {len(record.waits_s or ()) for record in steps[3].values()}
+    assert len(counts) == 1 or name == "pp"  # can be compared exchange by exchange
+
+
+@pytest.mark.slow
+def test_what_a_row_waits_for_a_late_rank_is_a_wait(folder: Path) -> None:
+    """In "ddp" the slow rank sleeps after step 2 as well, before it comes to the row."""
+    events = {rank: log.events for rank, log in read_step_log(folder / "ddp").items()}
+    (waits,), (late,) = ([e for e in events[rank] if (e.event, e.step) == ("log", 2)] for rank in (1 - SLOW_RANK, 1))
+    assert (waits.communication_s or 0) >= SLEEP_S / 3 and waits.seconds >= (waits.communication_s or 0)
+    assert late.communication_s is not None and late.communication_s < SLEEP_S / 3
+
+
+def test_many_waits_are_added_up_alike() -> None:
+    waits_s = [0.001 * i for i in range(MAX_WAITS * 2 + 1)]
+    short = shorten_waits(waits_s)
+    assert len(short) == 11 and sum(short) == pytest.approx(sum(waits_s)) and short[0] == pytest.approx(0.003)
+    assert shorten_waits([]) == [] and shorten_waits([0.5]) == [0.5]
 
 
 # --- Rows -----------------------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class StepRecord:
     backward_s: float | None = None
     communication_s: float | None = None
     """Time in which the rank only waited for others; absent where that cannot be told."""
+    waits_s: list[float] | None = None
+    """The waits in `communication_s` in their order, neighbours added up where they are many: `step_clock`."""
     optimizer_s: float | None = None
     other_s: float | None = None
     world_size: int | None = None
@@ -90,6 +92,8 @@ class EventRecord:
     start_s: float
     """As in `StepRecord`."""
     seconds: float
+    communication_s: float | None = None
+    """Of these, those in which the rank only waited for others, late ones too; absent where that cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,10 @@ def _build(kind: Any, row: dict[str, Any]) -> Any:
     allowed, required = _describe_fields(kind)
     known = {name: row[name] for name in allowed if name in row}
     for name, value in known.items():
-        if not isinstance(value, allowed[name]) or isinstance(value, bool):
+        numbers = value if isinstance(value, list) else [value]
+        if not isinstance(value, allowed[name]) or any(isinstance(number, bool) for number in numbers):
+            raise ValueError(f"{name} = {value!r}")
+        if isinstance(value, list) and not all(isinstance(number, (float, int)) for number in numbers):
             raise ValueError(f"{name} = {value!r}")
     absent = [name for name in required if name not in known]
     if absent:
@@ -253,6 +260,7 @@ def _describe_fields(kind: Any) -> tuple[dict[str, tuple[type, ...]], tuple[str,
     allowed = {}
     for name, hint in typing.get_type_hints(kind).items():
         types_of = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        types_of = tuple(typing.get_origin(one) or one for one in types_of)
         allowed[name] = (*types_of, int) if float in types_of else types_of
     required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     return allowed, tuple(required)

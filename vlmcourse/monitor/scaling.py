@@ -47,9 +47,9 @@ class ScalingReport:
     gustafson: GustafsonFit | None
     """Of weak scaling."""
     comparison: Comparison | None
-    """Whether step times can tell the laws apart; None as above."""
+    """Whether step times grow with the ranks more than chance explains; None as above."""
     last_paying: LastPaying
-    """By the richest law there is."""
+    """As measured, and by the richest law there is where that fits well."""
 
     @property
     def crowded(self) -> tuple[int, ...]:

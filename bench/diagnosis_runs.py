@@ -2,6 +2,7 @@
 
     python bench/diagnosis_runs.py                  # each fault once
     python bench/diagnosis_runs.py --times 3        # three times in a row
+    python bench/diagnosis_runs.py --lookalikes     # instead those of vlmcourse/faults/lookalikes.py
     python bench/diagnosis_runs.py --record         # keep the step logs in vlmcourse/monitor/recorded_runs
 
 With --record only runs whose diagnosis is right are kept, and it fails if one is missing. What is kept is smaller than
@@ -17,14 +18,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.faults.catalog import FAULTS
+from vlmcourse.faults.catalog import BASE, FAULTS, Fault
+from vlmcourse.faults.lookalikes import LOOKALIKES
 from vlmcourse.faults.planted import run_name
 from vlmcourse.machine import describe_machine
-from vlmcourse.monitor.diagnosis import diagnose
+from vlmcourse.monitor.diagnosis import Diagnosis, Finding, diagnose
 from vlmcourse.monitor.recorded import FOLDER, INDEX_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,26 +37,41 @@ RECORDED_STEPS = 16
 """Of the runs that are kept; those that are only judged are a little shorter."""
 
 
-def make_runs(folder: Path, num_steps: int | None) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
-    steps = [] if num_steps is None else [str(num_steps)]
-    subprocess.run([*command, str(folder), *steps], check=True, timeout=TIMEOUT_S, cwd=ROOT, stdout=subprocess.DEVNULL)
+def make_runs(folder: Path, num_steps: int, faults: Mapping[str, Fault]) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for num_ranks in sorted({fault.num_ranks for fault in faults.values()}):
+        names = [name for name, fault in faults.items() if fault.num_ranks == num_ranks]
+        command = [*start, str(num_ranks), str(WORKER), str(folder), str(num_steps), *names]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def judge(folder: Path) -> dict[str, bool]:
+def judge(folder: Path, faults: Mapping[str, Fault]) -> dict[str, bool]:
     """Print what was found in each run; return by fault whether its cause came first."""
     right = {}
-    for name, fault in FAULTS.items():
+    for name, fault in faults.items():
         found = diagnose(folder / run_name(name))
-        right[name] = found.cause == fault.cause
-        first = found.findings[0] if found.findings else None
-        seen = f"{first.cause} {first.share:.0%} {first.detail}" if first else "healthy"
-        print(f"{'right' if right[name] else 'WRONG':6} {name:28} {seen}")
-    kinds = [name for name, fault in FAULTS.items() if fault.cause != "healthy"]
-    healthy = [name for name, fault in FAULTS.items() if fault.cause == "healthy"]
+        right[name] = is_right(found, fault)
+        seen = "; ".join(f"{one.cause} {one.share:.0%} {one.detail or name_rank(one)}" for one in found.findings[:2])
+        print(f"{'right' if right[name] else 'WRONG':6} {name:32} {seen or 'healthy'}")
+    kinds = [name for name, fault in faults.items() if fault.cause != "healthy"]
+    healthy = [name for name, fault in faults.items() if fault.cause == "healthy"]
     for what, names in (("faults", kinds), ("healthy runs", healthy)):
         print(f"{sum(right[name] for name in names)} of {len(names)} {what}")
     return right
+
+
+def is_right(found: Diagnosis, fault: Fault) -> bool:
+    """Return whether the cause comes first (where there are two: either of them), with its rank, and all are named."""
+    named = {finding.cause: finding.rank for finding in found.findings}
+    in_front = {finding.cause for finding in found.findings[: 1 + len(fault.also)]}
+    rank_is_right = fault.rank is None or named.get(fault.cause) == fault.rank
+    if fault.cause == "healthy":
+        return found.is_healthy
+    return rank_is_right and in_front == {fault.cause, *fault.also}
+
+
+def name_rank(finding: Finding) -> str:
+    return "" if finding.rank is None else f"rank {finding.rank}"
 
 
 def record(folder: Path, names: list[str]) -> None:
@@ -98,18 +116,22 @@ def json_form(value: Any) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lookalikes", action="store_true", help="faults that look like others, instead")
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--record", action="store_true", help="keep the last runs' step logs in the package")
     parser.add_argument("--runs", type=Path, help="a folder of runs that were made before, instead of making them")
     arguments = parser.parse_args()
-    print(f"{describe_machine()}; each fault in a run of the tiny model on 2 ranks")
+    if arguments.lookalikes and arguments.record:
+        parser.error("--record keeps runs of the catalogue: leave --lookalikes out")
+    faults = LOOKALIKES if arguments.lookalikes else FAULTS
+    print(f"{describe_machine()}; each fault in a run of the tiny model on 2 ranks, of pipelines with copies on 4")
     right: dict[str, bool] = {}
     for _ in range(arguments.times):
         with tempfile.TemporaryDirectory() as temporary:
             folder = arguments.runs or Path(temporary)
             if not arguments.runs:
-                make_runs(folder, RECORDED_STEPS if arguments.record else None)
-            right = judge(folder)
+                make_runs(folder, RECORDED_STEPS if arguments.record else BASE["train.num_steps"], faults)
+            right = judge(folder, faults)
             if arguments.record and all(right.values()):
                 record(folder, list(right))
     return 0 if all(right.values()) else 1

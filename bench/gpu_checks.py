@@ -103,7 +103,9 @@ def train(strategy: str, nproc: int, precision: str = "fp32", **overrides: Any) 
         log = next(Path(values["run.output_dir"]).rglob("log.jsonl"))
         result["rows"] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         result["losses"] = [row["loss/total"] for row in result["rows"]]
-        result["steps"] = {rank: of_rank.steps for rank, of_rank in read_step_log(log.parent).items()}
+        logs = read_step_log(log.parent)
+        result["steps"] = {rank: of_rank.steps for rank, of_rank in logs.items()}
+        result["events"] = {rank: of_rank.events for rank, of_rank in logs.items()}
     return result
 
 
@@ -122,7 +124,7 @@ def check_single() -> str:
 
 
 def check_step_clock(strategy: str, nproc: int) -> str:
-    """Events time every step; its parts add up; waiting is told where it can be and absent elsewhere."""
+    """Events time every step; its parts add up; waiting, in events too, is told where it can be and absent else."""
     result = train(strategy, nproc)
     tells = tells_communication(strategy, torch.device("cuda"))
     for rank, steps in result["steps"].items():
@@ -132,6 +134,11 @@ def check_step_clock(strategy: str, nproc: int) -> str:
             assert (parts[PHASES.index("communication")] is not None) == tells, record
             assert abs(sum(part or 0.0 for part in parts) - record.step_s) < 0.01 * record.step_s, record
             assert record.forward_s and record.backward_s and record.allocated_bytes, record
+            assert (record.waits_s is not None) == tells, record
+            assert abs(sum(record.waits_s or ()) - (record.communication_s or 0.0)) < 1e-3, record
+    for event in (event for events in result["events"].values() for event in events):
+        assert (event.communication_s is not None) == tells, event
+        assert (event.communication_s or 0.0) <= 1.01 * event.seconds + 1e-3, event
     row = result["rows"][-1]
     peak = find_peak(torch.device("cuda", 0), "fp32")
     assert ("performance/mfu" in row) == (peak is not None) and row["memory/peak_reserved_gib"] > 0, row

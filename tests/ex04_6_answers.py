@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import curve_fit, nnls
+from scipy.optimize import curve_fit, least_squares, nnls
 
 from vlmcourse.planner.scaling import find_serial_fraction
 
@@ -243,6 +243,17 @@ def _together(function: Any) -> Answer:
     return plain() | {"together": together}
 
 
+def _by_speeds(ranks, step_s):
+    n, t = np.array(ranks, float), np.array(step_s)
+    start = _solve(ranks, step_s)
+    found = least_squares(lambda x: t[0] / t - t[0] / (x[0] + x[1] / n), start, x_scale=np.abs(start)).x
+    return found[0] / found.sum()
+
+
+def _computing(rank):
+    return rank["forward_s"] + rank["backward_s"]
+
+
 WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     "speed-up for efficiency": (
         _speeds(lambda n, t1, tn, k: (k * t1 / tn, k * t1 / tn)),
@@ -281,6 +292,11 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
         _serial(lambda r, t: (found := _solve(r, t, 0))[0] / found.sum()),
         {"serial": "the longest step decides"},
     ),
+    "errors of N times a step": (
+        _serial(lambda r, t: (found := np.polyfit(r, np.multiply(r, t), 1))[0] / found.sum()),
+        {"serial": "you drew a line through N times the step"},
+    ),
+    "errors in speed-ups": (_serial(lambda r, t: _by_speeds(r, t)), {"serial": "you minimised errors in speed-ups"}),
     "seconds": (_serial(lambda r, t: _solve(r, t)[0]), {"serial": "you returned the serial seconds"}),
     "over the shared": (
         _serial(lambda r, t: _solve(r, t)[0] / _solve(r, t)[1]),
@@ -316,6 +332,10 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     "slowest against median": (
         _split(imbalance=lambda a, b: len(b) * (max(map(_own, b)) - statistics.median(map(_own, b)))),
         {"split": "you compared the slowest rank with the median one"},
+    ),
+    "forward and backward only": (
+        _split(imbalance=lambda a, b: len(b) * max(map(_computing, b)) - sum(map(_computing, b))),
+        {"split": "imbalance: it looks as if you looked at forward and backward only"},
     ),
     "all input": (
         _split(input=lambda a, b: sum(rank["data_wait_s"] for rank in b)),

@@ -71,6 +71,8 @@ def run_case(folder: Path, name: str, ranks: Ranks) -> dict[str, Any]:
     trainer = build(dataclasses.replace(config, logging=dataclasses.replace(config.logging, memory_owners=True)), ranks)
     if ranks.rank == SLOW_RANK:
         let_sleep(trainer.model, trainer)
+        if name == "ddp":
+            trainer.after_step.append(lambda trainer, _: time.sleep(SLEEP_S if trainer.step == 2 else 0))
     result = trainer.fit()
     return {"history": result.history}
 

@@ -14,6 +14,7 @@ from vlmcourse.commands import demo
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.grading.release import find_differences
 from vlmcourse.grading.run import PreparedCourse, grade_submission, list_assignments, prepare_course
+from vlmcourse.grading.steps import is_lab
 
 ROOT = Path(__file__).parents[1]
 POINTS = {
@@ -62,6 +63,12 @@ def chapter(request: pytest.FixtureRequest) -> Iterator[PreparedCourse]:
 
 def test_every_chapter_is_run_by_a_test() -> None:
     assert {*POINTS, demo.CHAPTER} == set(list_assignments(ROOT))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("solutions/*/*.ipynb")), ids=lambda path: path.stem)
+def test_cells_that_start_ranks_are_tagged_so_that_grading_need_not_run_them(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.source.startswith("%%torchrun")]
+    assert [cell.id for cell in cells if "nbgrader" not in cell.metadata and not is_lab(cell)] == []
 
 
 def test_the_release_is_what_generation_makes_now(chapter: PreparedCourse) -> None:

@@ -40,7 +40,7 @@ def test_a_finished_run_is_shown_rank_by_rank(run: HandmadeRun, capsys: pytest.C
         "0 slowest 5 500 ms dddddddfffffffbbbbbbbbbbbbbbbwwwwwww 0.10 GB",
         "1 5 500 ms ddddfff",
         "means of 4 steps",
-        "slowest rank: 0, whose own work takes 1.33 times the median rank's",
+        "slowest rank: 0, whose own work takes 2.00 times the other rank's",
     ):
         assert words in shown
     assert "ago" not in shown
@@ -108,4 +108,4 @@ def test_the_command_needs_no_torch_and_a_pipe_gets_plain_text(run: HandmadeRun)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "\x1b" not in done.stdout and "slowest rank: 0" in done.stdout, done.stderr
     view = LiveRun(run.folder, lambda: end_of(5)).read()
-    assert view.summary()["remarks"] == ["slowest rank: 0, whose own work takes 1.33 times the median rank's"]
+    assert view.summary()["remarks"] == ["slowest rank: 0, whose own work takes 2.00 times the other rank's"]

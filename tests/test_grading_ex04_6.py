@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ex04_6_answers import PARTS, RIGHT, WRONG, plain
 from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse.grading import ex04_6
+from vlmcourse.grading import scaling_fits as fits
 from vlmcourse.grading.scaling_cases import (
+    MAX_APART,
+    MIN_APART,
     TEAM_FIXES,
     TEAM_SPEED,
     FixCase,
@@ -32,7 +35,13 @@ CHECKS: dict[str, Callable[..., float]] = {
 POINTS = {"speedup": 2, "serial": 4, "split": 5, "fixes": 4, "together": 2}
 CASES = {1: 4, 715204: 12}
 """By seed: number of cases of each part, as the visible and the hidden tests have them."""
-MOST = {"any kind will do": 0.95, "all input": 0.85, "weak split of one part": 0.85, "costs overlooked": 0.9}
+MOST = {
+    "any kind will do": 0.95,
+    "all input": 0.85,
+    "weak split of one part": 0.85,
+    "forward and backward only": 0.86,
+    "costs overlooked": 0.9,
+}
 """Share of a part's points that an answer with a slip in a corner may keep; others keep less."""
 
 
@@ -116,6 +125,29 @@ def test_each_part_of_a_split_has_its_own_points(capsys: Any) -> None:
         assert f"not right are {part}" in out and "your parts add up to" in out
 
 
+def test_what_counts_as_right_for_a_fraction_lies_between_other_fits_of_the_right_errors_and_of_wrong_ones() -> None:
+    """So that luck gives and takes no points; wrong are errors in seconds, in N times a step and in speed-ups."""
+    assert MAX_APART < ex04_6.FRACTION_TOLERANCE < MIN_APART
+    for case in (case for seed in range(5) for case in make_serial_cases(seed, 8)):
+
+        def distance(found: tuple[float, float], right: float = case.fraction) -> float:
+            return abs(found[0] / sum(found) / right - 1)
+
+        seen = case.ranks, case.step_s
+        assert distance(fits.fit_relative(*seen)) < 1e-6
+        wrong = (fits.fit_weighted(*seen, [1] * 6), fits.fit_weighted(*seen, case.ranks), fits.fit_speeds(*seen))
+        assert min(map(distance, wrong)) > MIN_APART
+        assert max(map(distance, (fits.fit_logarithms(*seen), fits.fit_relative_to_law(*seen)))) < MAX_APART
+
+
+def test_in_all_splits_but_the_teams_a_late_loader_is_imbalance_too() -> None:
+    for case in make_split_cases(1, 12)[1:]:
+        computing = [rank["forward_s"] + rank["backward_s"] for rank in case.by_rank]
+        total = sum(sum(rank.values()) for rank in case.by_rank)
+        gap = (len(computing) * max(computing) - sum(computing)) / total
+        assert abs(gap - case.shares["imbalance"]) > ex04_6.SHARE_TOLERANCE, case
+
+
 def test_some_wrong_answers_prove_no_mistake(capsys: Any) -> None:
     def mostly(ranks: list[int], step_s: list[float]) -> float:
         return plain()["serial"](ranks, step_s) * (1.3 if ranks[0] == 1 else 1.7)
@@ -171,7 +203,7 @@ def test_the_reference_answers_of_the_notebook_earn_all_points() -> None:
         assert {part: grade(part, functions, seed) for part in PARTS} == POINTS
     team = make_team()
     assert space["team_alone"] == team.alone
-    for shown, graded in zip(space["team_by_rank"], team.by_rank, strict=True):
+    for shown, graded in zip(cast(list[dict[str, float]], space["team_by_rank"]), team.by_rank, strict=True):
         assert shown == pytest.approx(graded)
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import HandmadeRun, end_of
+from run_folders import HandmadeRun, end_of, start_of
 
 from vlmcourse.monitor.line_tail import LineTail
 from vlmcourse.monitor.live_run import LAST_BYTES, LiveRun, find_run_problem
 from vlmcourse.monitor.run_process import describe_process, is_process_alive
-from vlmcourse.monitor.run_view import FINISHED, RUNNING, STOPPED, WAITING, RunView, list_remarks
-from vlmcourse.monitor.step_log import StepLogWriter, StepRecord, step_log_path
+from vlmcourse.monitor.run_view import FINISHED, RUNNING, STOPPED, WAITING, RunView, list_facts, list_remarks
+from vlmcourse.monitor.step_log import RESUME, EventRecord, StepLogWriter, StepRecord, step_log_path
 
 
 class Clock:
@@ -144,6 +144,23 @@ def test_a_run_that_is_resumed_on_fewer_ranks_has_these_and_no_result_yet(tmp_pa
     assert live.read().state == FINISHED
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_the_time_of_a_resumed_run_begins_where_it_went_on(tmp_path: Path, clock: Clock, early: int) -> None:
+    run = HandmadeRun(tmp_path, world_size=2)
+    run.write_step(1)
+    run.write_event("evaluation", 1, 0.1)
+    for rank in (1, 0):
+        run.writers[rank].write(
+            EventRecord(event=RESUME, step=1, start_s=start_of(200) - 10 * (rank == early), seconds=0.0)
+        )
+    run.write_step(200)
+    clock.now_s = end_of(200)
+    for view in (LiveRun(tmp_path, clock).read(), LiveRun(tmp_path, clock).read()):
+        assert (view.running_s, view.resumed_step) == (pytest.approx(0.5), 1)
+        assert "0 s since it went on after step 1" in list_facts(view)  # not 100 s
+        assert view.last_event == "evaluation after step 1: 0.1 s"
+
+
 def test_a_process_that_has_ended_stops_the_run_and_one_of_another_machine_cannot_be_seen(
     tmp_path: Path, dead_pid: dict[str, Any]
 ) -> None:
@@ -175,7 +192,7 @@ def test_the_slowest_rank_is_the_one_with_the_most_work_of_its_own(tmp_path: Pat
     clock.now_s = end_of(7)
     view = LiveRun(tmp_path, clock).read()
     assert (view.slowest_rank, view.rank_spread, view.window_steps) == (1, pytest.approx(1.5), 6)
-    assert list_remarks(view) == ["slowest rank: 1, whose own work takes 1.50 times the median rank's"]
+    assert list_remarks(view) == ["slowest rank: 1, whose own work takes 1.50 times the median of the others'"]
     shown = view.ranks[1].phases_s
     assert shown["backward"] == pytest.approx(0.15) and shown["communication"] == pytest.approx(0.2)
     assert "optimizer" not in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import logging
 import threading
@@ -20,12 +22,29 @@ from step_clock_worker import CASES, REFERENCE, SLEEP_S, SLOW_RANK, build, confi
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import parse_config
-from vlmcourse.monitor import peak, step_clock, step_log, waits
+from vlmcourse.monitor import peak, rank_spread, step_clock, step_log, waits
+from vlmcourse.monitor.energy import EnergyMeter
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.live_run import LiveRun
-from vlmcourse.monitor.peak import Peak, find_peak
-from vlmcourse.monitor.step_clock import PHASES, StepClock, StepTimes, tells_communication
-from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, common_steps, read_step_log
+from vlmcourse.monitor.peak import Peak, find_peak, find_run_peak
+from vlmcourse.monitor.step_clock import (
+    MAX_WAITS,
+    PHASES,
+    StepClock,
+    StepTimes,
+    shorten_waits,
+    tells_communication,
+)
+from vlmcourse.monitor.step_log import (
+    RESUME,
+    EventRecord,
+    RankLog,
+    StepLogWriter,
+    StepRecord,
+    common_steps,
+    read_step_log,
+    steps_after_resume,
+)
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.precision_rules import PRECISIONS
@@ -50,7 +69,7 @@ class FakeTime:
 
 
 def parts_of(times: StepTimes) -> dict[str, float]:
-    return {name.removesuffix("_s"): value for name, value in vars(times).items() if name != "step_s"}
+    return {name.removesuffix("_s"): value for name, value in vars(times).items() if name not in ("step_s", "waits_s")}
 
 
 def test_a_moment_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +93,7 @@ def test_a_moment_belongs_to_the_innermost_phase(monkeypatch: pytest.MonkeyPatch
             fake.pass_s(256)
         fake.pass_s(512)
     (times,) = clock.take()
+    assert times.waits_s == [24, 128]  # one opened inside of the other
     expected = {"data_wait": 2, "forward": 36, "backward": 64, "communication": 152, "optimizer": 256, "other": 513}
     assert parts_of(times) == expected
     assert times.step_s == 1023 and times.own_s == 1023 - 152
@@ -285,23 +305,29 @@ def test_a_log_is_read_up_to_its_last_whole_line_and_goes_on_after_a_checkpoint(
     for record in records:
         writer.write(record)
     event = EventRecord(event="checkpoint", step=2, start_s=2.5, seconds=0.25)
+    dropped = EventRecord(event="log", step=3, start_s=3.5, seconds=0.25)
     writer.write(event)
+    writer.write(dropped)
     path = tmp_path / "steps" / "rank0000.jsonl"
     lines = path.read_text().splitlines()  # before the file is closed
     assert json.loads(lines[0]) == {"step": 1, "start_s": 1.0, "step_s": 0.5, "samples": 3}
     with path.open("a") as file:
         file.write('{"step": 4, "start_s": 4.0, "ste')
     (log,) = read_step_log(tmp_path).values()
-    assert [record.step for record in log.steps] == [1, 2, 3] and log.events == [event]
+    assert [record.step for record in log.steps] == [1, 2, 3] and log.events == [event, dropped]
     writer.close()
+    began_s = time.time()
     writer = StepLogWriter(tmp_path, 0, keep_until_step=2)
     writer.write(StepRecord(step=3, start_s=9.0, step_s=0.5))
     writer.close()
     (log,) = read_step_log(tmp_path).values()
     assert [(record.step, record.start_s) for record in log.steps] == [(1, 1.0), (2, 2.0), (3, 9.0)]
-    assert log.events == [event]
+    assert log.events[0] == event and [(e.event, e.step, e.seconds) for e in log.events[1:]] == [(RESUME, 2, 0.0)]
+    assert began_s <= log.events[1].start_s <= time.time()
+    assert steps_after_resume(log.events, 0) == {2} and steps_after_resume(log.events, 2) == {2, 3, 4}
     StepLogWriter(tmp_path, 0).close()
-    assert read_step_log(tmp_path)[0].steps == []
+    assert read_step_log(tmp_path)[0] == RankLog([], [])
+    assert [path.name for path in path.parent.iterdir()] == ["rank0000.jsonl"]
 
 
 def test_of_a_step_that_was_made_twice_the_later_line_counts_and_own_work_leaves_waits_out(tmp_path: Path) -> None:
@@ -323,6 +349,30 @@ def test_ranks_may_be_behind_and_a_resumed_run_may_have_fewer(tmp_path: Path) ->
         **dict.fromkeys((1, 2), [0, 1, 2]),
         **dict.fromkeys((3, 4), [0, 1]),
     }
+
+
+def test_steps_made_again_on_fewer_ranks_count_without_what_the_lost_ranks_had_of_them(tmp_path: Path) -> None:
+    """4 ranks were killed in step 7 and went on from step 3 on 2, then from step 5 on 3; nobody cut ranks 2 and 3."""
+    for rank in range(4):
+        writer = StepLogWriter(tmp_path, rank)
+        runs = [(1, 7, 4, 0.0)]
+        runs += [(4, 8, 2, 100.0)] if rank < 2 else []
+        runs += [(6, 9, 3, 200.0)] if rank < 3 else []
+        for first, last, size, start_s in runs:
+            writer.close()
+            writer = StepLogWriter(tmp_path, rank, keep_until_step=first - 1)
+            for step in range(first, last + 1):
+                writer.write(StepRecord(step=step, start_s=start_s + step, step_s=1.0, world_size=size))
+        writer.close()
+    steps = common_steps(read_step_log(tmp_path))
+    assert {step: list(ranks) for step, ranks in steps.items()} == {
+        **dict.fromkeys((1, 2, 3), [0, 1, 2, 3]),
+        **dict.fromkeys((4, 5), [0, 1]),
+        **dict.fromkeys((6, 7, 8, 9), [0, 1, 2]),
+    }
+    assert all(record.start_s > 100 for step in (4, 5) for record in steps[step].values())
+    old, new = (StepRecord(step=1, start_s=s, step_s=1.0, world_size=n) for s, n in ((0.0, 3), (9.0, 2)))
+    assert common_steps({0: RankLog([new], []), 1: RankLog([old], []), 2: RankLog([old], [])}) == {}  # rank 1 is behind
 
 
 @pytest.mark.parametrize(
@@ -360,6 +410,27 @@ def test_a_full_disk_stops_no_run_and_is_said_once(tmp_path: Path, caplog: pytes
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/steps/rank0000.jsonl cannot be written to (No space left on device): lines of its steps are lost"
     ]
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "energy" / "rank0000.json"
+    EnergyMeter().save(tmp_path, 0)
+    before = path.read_bytes()
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+    def write_no_more(part: Path, _: bytes) -> int:
+        part.touch()  # a full disk still takes a name
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_no_more)
+    with pytest.raises(OSError, match="No space left"):
+        EnergyMeter().save(tmp_path, 0)
+    with pytest.raises(OSError, match="No space left"):
+        StepLogWriter(tmp_path, 0)
+    assert list(path.parent.iterdir()) == [path] and path.read_bytes() == before
+    assert list((tmp_path / "steps").iterdir()) == []
 
 
 # --- Runs -----------------------------------------------------------------------------------------------------------
@@ -405,10 +476,12 @@ def test_a_slow_loader_is_data_wait_and_an_event_lasts_to_its_end(
     trainer.monitor.open(tmp_path, 0)
     fake = FakeTime(monkeypatch)
     with trainer.monitor.event("log", 1):
-        fake.pass_s(3)
+        fake.pass_s(1)
+        with trainer.monitor._event_clock.phase("communication"):
+            fake.pass_s(2)
     trainer.monitor.close()
     (event,) = read_step_log(tmp_path)[0].events
-    assert event.seconds == 3
+    assert event.seconds == 3 and event.communication_s == 2
 
 
 @pytest.fixture(scope="module")
@@ -432,6 +505,27 @@ def test_a_rank_that_sleeps_works_longer_and_the_other_one_waits(folder: Path, n
     assert all((steps[step][SLOW_RANK].forward_s or 0) >= SLEEP_S for step in (2, 3))
     waits_s = [steps[step][1 - SLOW_RANK].communication_s or 0 for step in (2, 3)]
     assert max(waits_s) >= SLEEP_S / 3
+    for record in (record for of_rank in steps.values() for record in of_rank.values()):
+        assert sum(record.waits_s or ()) == pytest.approx(record.communication_s, abs=1e-4)
+        assert 0 < len(record.waits_s or ()) <= MAX_WAITS
+    counts = {len(record.waits_s or ()) for record in steps[3].values()}
+    assert len(counts) == 1 or name == "pp"  # can be compared exchange by exchange
+
+
+@pytest.mark.slow
+def test_what_a_row_waits_for_a_late_rank_is_a_wait(folder: Path) -> None:
+    """In "ddp" the slow rank sleeps after step 2 as well, before it comes to the row."""
+    events = {rank: log.events for rank, log in read_step_log(folder / "ddp").items()}
+    (waits,), (late,) = ([e for e in events[rank] if (e.event, e.step) == ("log", 2)] for rank in (1 - SLOW_RANK, 1))
+    assert (waits.communication_s or 0) >= SLEEP_S / 3 and waits.seconds >= (waits.communication_s or 0)
+    assert late.communication_s is not None and late.communication_s < SLEEP_S / 3
+
+
+def test_many_waits_are_added_up_alike() -> None:
+    waits_s = [0.001 * i for i in range(MAX_WAITS * 2 + 1)]
+    short = shorten_waits(waits_s)
+    assert len(short) == 11 and sum(short) == pytest.approx(sum(waits_s)) and short[0] == pytest.approx(0.003)
+    assert shorten_waits([]) == [] and shorten_waits([0.5]) == [0.5]
 
 
 # --- Rows -----------------------------------------------------------------------------------------------------------
@@ -524,7 +618,7 @@ def test_bytes_by_owner_are_those_of_the_ledger_where_asked(tmp_path: Path, aske
 def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: list[str]
 ) -> None:
-    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: Peak(1e9, "said"))
+    monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: Peak(1e9, "said"))
     config = parse_config(
         {
             "run": {"output_dir": str(tmp_path)},
@@ -565,8 +659,10 @@ def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
 
 
 def test_a_machine_of_unknown_peak_has_no_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: None)
+    monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: None)
     (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["hardware"]["peak_flop_per_s"] is None and "no MFU" in about["hardware"]["peak_source"]
     assert "performance/mfu" not in row and "performance/hfu" not in row and row["performance/samples_per_second"] > 0
 
 
@@ -590,10 +686,70 @@ def test_a_peak_is_of_the_datasheet_or_measured_or_unknown(monkeypatch: pytest.M
 
 
 def test_a_measured_peak_is_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths_s = [3.0, 2.0, 4.0, 2.5, 3.0, 3.0]
-    marks_s = iter([mark for i, length in enumerate(lengths_s) for mark in (10.0 * i, 10.0 * i + length)])
-    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(marks_s))
-    assert peak._measure_cpu.__wrapped__("fp32", 1).flop_per_s == 2 * 512**3 / 2.0
+    """Products go on until their time is over, so that a busy moment, the first three here, does not lower the peak."""
+    lengths_s = iter([0.03, 0.05, 0.04, 0.002, 0.05, 0.05, 9.0])
+    now_s = 50.0
+
+    def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        nonlocal now_s
+        now_s += next(lengths_s)
+
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(peak.torch, "mm", product)
+    for num_threads, side in ((1, 384), (2, 384), (8, 1152)):
+        lengths_s = iter([0.03, 0.05, 0.04, 0.002, 0.05, 0.05, 9.0])
+        found = peak._measure_cpu.__wrapped__("fp32", num_threads)
+        assert found.flop_per_s == pytest.approx(2 * side**3 / 0.002) and next(lengths_s) == 9.0
+    lengths_s = iter([1.0, 2.0, 0.5, 9.0])  # on a slow machine three will do
+    assert peak._measure_cpu.__wrapped__("fp32", 1).flop_per_s == pytest.approx(2 * 384**3 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([(10.0, 1, 2, 0, 7)], (10.0, 1)),
+        ([(10.0, 1, 2, 0, 7), (10.0, 1, 2, 1, 7)], (20.0, 2)),
+        ([(10.0, 1, 2, 0, 7), (5.0, 1, 2, 1, 7)], (20.0, 2)),  # rank 1 has measured in a busy moment
+        ([(10.0, 1, 2, i, 7) for i in range(4)], (20.0, 2)),  # two cores do no more for four ranks
+        ([(18.0, 2, 2, i, 7) for i in range(2)], (18.0, 2)),
+        ([(18.0, 4, 2, 0, 7)], (18.0, 2)),  # more threads than cores
+        ([(10.0, 1, 1, 0, 7), (10.0, 1, 1, 1, 8)], (20.0, 2)),  # each is bound to a core of its own
+        ([(10.0, 1, 2, i % 2, 7) for i in range(4)], (40.0, 4)),  # two machines
+        ([(10.0, 1, 2, 0, 7), (4.0, 1, 2, 0, 7)], (14.0, 2)),  # of which one is slower
+    ],
+)
+def test_ranks_together_do_no_more_than_their_cores(
+    ranks: list[tuple[float, ...]], expected: tuple[float, int]
+) -> None:
+    assert peak.add_peaks([peak.RankPeak(*rank) for rank in ranks]) == pytest.approx(expected)
+
+
+def test_the_peak_of_a_run_is_of_all_ranks_and_unknown_if_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "find_peak", lambda device, precision: Peak(10.0, "said"))
+    monkeypatch.setattr(peak, "num_usable_cores", lambda: 8)
+    monkeypatch.setattr(peak.torch, "get_num_threads", lambda: 1)
+
+    def tell(other: float) -> None:
+        """Rank 1 has measured `other`."""
+        monkeypatch.setattr(peak, "gather_numbers", lambda mine, _: [mine, [other, *mine[1:3], 1.0, mine[4]]])
+
+    for other, expected in ((10.0, 20.0), (30.0, 60.0), (float("nan"), None)):
+        tell(other)
+        found = peak.find_run_peak(ALONE, "fp32")
+        assert (found and found.flop_per_s) == expected
+        assert found is None or found.source == "said; 2 rank(s) on 2 core(s)"
+    tell(30.0)
+    gpus = dataclasses.replace(ALONE, device=torch.device("cuda", 0))
+    assert peak.find_run_peak(gpus, "fp32") == Peak(40.0, "said; 2 rank(s)")  # two cards
+
+
+def test_a_run_says_what_its_utilisation_is_of(tmp_path: Path) -> None:
+    (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    found = find_run_peak(ALONE, "fp32")
+    assert found is not None and found.flop_per_s == about["hardware"]["peak_flop_per_s"] > 1e8
+    assert about["hardware"]["peak_source"].startswith("measured: best of ") and row["performance/mfu"]
+    assert {"performance/mfu", "performance/hfu", "FLOPs"} == set(about["formulas"])
 
 
 def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:
@@ -601,5 +757,13 @@ def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step()
         return {"timed": 2.0, "step_s": step_s, "communication_s": communication_s}
 
     ranks = [rank(10, 8), rank(10, 2), rank(11, 7)]
-    assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 2.0}
+    assert row_meter._spread(ranks) == {"performance/slowest_rank": 1, "performance/rank_spread": 8 / 3}
     assert row_meter._spread([*ranks, rank(10, float("nan"))]) == {} and row_meter._spread(ranks[:1]) == {}
+
+
+def test_the_slowest_rank_is_compared_with_the_others_of_which_it_is_none() -> None:
+    assert rank_spread.find_slowest({0: 1.0, 1: 100.0}) == (1, 100.0)  # with its own time in the median: 1.98
+    assert rank_spread.find_slowest({0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0}) == (0, 3.0)
+    assert rank_spread.find_slowest({4: 2.0, 5: 2.0}) == (4, 1.0)
+    assert rank_spread.find_slowest({0: 1.0}) == rank_spread.find_slowest({0: 1.0, 1: 0.0}) == (0, None)
+    assert rank_spread.describe_slowest(2) == "the other rank's"

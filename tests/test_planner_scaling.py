@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -225,6 +226,17 @@ def test_ranks_that_take_turns_in_being_slow_are_imbalance_too() -> None:
     assert loss.shares == pytest.approx(
         {"communication": 0, "imbalance": 0.25, "input": 0, "serial": 0, "computing": 0}
     )
+
+
+def test_ranks_that_are_late_at_different_exchanges_of_a_step_are_imbalance() -> None:
+    """Each is 1 s late for one of two exchanges; data take 0.1 s and 0.2 s on their way."""
+    first = replace(part(0, 3, 1.3, 0), waits_s=(0.1, 1.2))
+    second = replace(part(0, 3, 1.3, 0), waits_s=(1.1, 0.2))
+    loss = split_loss("strong", [part(0, 6, 0, 0)], [[first, second]])
+    wanted = {"communication": 0.6, "imbalance": 2.0, "input": 0, "serial": 0, "computing": 0}
+    assert {name: 8.6 * share for name, share in loss.shares.items()} == pytest.approx(wanted)
+    unknown = split_loss("strong", [part(0, 6, 0, 0)], [[first, replace(second, waits_s=(1.3,))]])
+    assert 8.6 * unknown.shares["communication"] == pytest.approx(2.6)  # an upper bound
 
 
 def test_steps_that_cannot_be_compared_are_refused() -> None:

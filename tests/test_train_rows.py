@@ -19,9 +19,9 @@ from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.presets import MODELS
 from vlmcourse.train import row_meter
-from vlmcourse.train.loss import LossRows
+from vlmcourse.train.loss import LossRows, RowLosses
 from vlmcourse.train.report import StepReport
-from vlmcourse.train.row_meter import RowMeter, count_work, sum_by_kind
+from vlmcourse.train.row_meter import RowMeter, count_work, sum_by_input
 from vlmcourse.train.rows import COLUMNS, RATE_NAMES, TOWER_NAMES, build_row
 from vlmcourse.train.run_monitor import count_contents
 
@@ -54,7 +54,7 @@ def batch_of(lengths: tuple[int, ...], tiles: tuple[int, ...], *, padded_to: int
     mask_BS = torch.tensor([[i < length for i in range(padded_to)] for length in lengths])
     ids_BS = torch.zeros(len(lengths), padded_to, dtype=torch.int64)
     names = tuple(map(str, range(len(lengths))))
-    return Batch(ids_BS, ids_BS, mask_BS, torch.zeros(sum(tiles), 3, 1, 1), tiles, names, 4, is_mute)
+    return Batch(ids_BS, ids_BS, mask_BS, torch.zeros(sum(tiles), 3, 1, 1), tiles, names, 4, is_mute=is_mute)
 
 
 BATCHES = (
@@ -81,11 +81,12 @@ def test_real_work_is_of_heard_samples_and_executed_work_of_all_that_runs() -> N
 
 
 def test_losses_are_by_kind_of_their_own_sample() -> None:
-    rows = LossRows(found=[(torch.tensor([6.0, 1.0]), torch.tensor([3.0, 2.0])), (torch.tensor([8.0]), torch.ones(1))])
-    found = sum_by_kind(BATCHES[:2], rows)
+    first = RowLosses(torch.tensor([[2.0, 4.0], [0.0, 1.0]]), torch.tensor([[1.0, 2.0], [0.0, 2.0]]), None)
+    rows = LossRows(found=[first, RowLosses(torch.tensor([[8.0]]), torch.ones(1, 1), None)])
+    found = sum_by_input(BATCHES[:2], rows)
     assert found == {"loss vision": 6, "loss language": 9, "weight vision": 3, "weight language": 3}
     assert row_meter._losses(found) == {"loss/vision": 2, "loss/language": 3}
-    assert set(sum_by_kind(BATCHES, LossRows()).values()) == {0}
+    assert set(sum_by_input(BATCHES, LossRows()).values()) == {0}
 
 
 TIMES = StepTimes(10.0, data_wait_s=1, forward_s=2, backward_s=3, communication_s=0.5, optimizer_s=1.5, other_s=2)
@@ -109,14 +110,13 @@ def meter_of(config: TrainConfig, layout: Layout, rank: int, times: StepTimes, s
 def test_a_row_is_of_all_ranks_and_samples_that_they_share_count_once(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_meter, "find_peak", lambda device, precision: Peak(1e9, "said"))
+    monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: Peak(2e9, "said"))
     slow = dataclasses.replace(TIMES, step_s=10.0, forward_s=2.4, communication_s=0.1)
     meters = [meter_of(CONFIG, layout, 0, TIMES, 10.0), meter_of(CONFIG, layout, 1, slow, 12.0)]
     for meter in meters:
         meter._memory = lambda rank=meter.ranks.rank: {  # type: ignore[method-assign]
             "peak_allocated": math.nan, "peak_reserved": math.nan, "peak_rss": 2.0**30 * (1 + rank)
         }  # fmt: skip
-        meter.peak = Peak(1e9, "said")
     sent = [list(meter._own_numbers().values()) for meter in meters]
     monkeypatch.setattr(row_meter, "gather_numbers", lambda mine, ranks: sent)
     row: dict[str, Any] = meters[0].measure()
@@ -132,7 +132,7 @@ def test_a_row_is_of_all_ranks_and_samples_that_they_share_count_once(
     assert row["performance/hfu"] == pytest.approx(hardware / possible)
     means = {"step": 10, "data_wait": 1, "forward": 2.2, "backward": 3, "communication": 0.3, "optimizer": 1.5}
     assert {name: row[f"performance/{name}_seconds"] for name in means} == pytest.approx(means)
-    assert row["performance/slowest_rank"] == 1 and row["performance/rank_spread"] == pytest.approx(9.9 / 9.7)
+    assert row["performance/slowest_rank"] == 1 and row["performance/rank_spread"] == pytest.approx(9.9 / 9.5)
     assert row["memory/peak_rss_gib"] == 2 and math.isnan(row["memory/peak_allocated_gib"])
     assert row["gradients/projector_norm"] == pytest.approx(math.sqrt(2 * 16))
     assert row["updates/llm_ratio"] == pytest.approx(0.1) and "gradients/vision_encoder_norm" not in row

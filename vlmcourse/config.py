@@ -168,8 +168,8 @@ class TrainSection:
     pp, which show a rank other largest elements than one process sees)."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    log_every: int = 10
-    """Steps between log rows."""
+    log_every: int = 20
+    """Steps between log rows. A row looks at every gradient, moment and weight once (bench/step_monitor.md)."""
     eval_every: int = 0
     """Steps between evaluations; 0 evaluates once, at the end. The distributed model itself answers, so no rank needs
     memory for more weights; under parallel.pp each new token takes a pass of whole sequences through all stages."""

@@ -47,6 +47,14 @@ class Fault:
     """Settings that differ from `BASE`, by dotted name."""
     plant: Callable[[Trainer], AbstractContextManager[Any]] = lambda _: nullcontext()
     """Opens the context in which the run must be made; called on every rank."""
+    rank: int | None = None
+    """The rank that it must name, where it is one."""
+    also: tuple[str, ...] = ()
+    """Causes that it must name too, after the first."""
+    num_ranks: int = 2
+    """Of the run."""
+    resumes: bool = False
+    """Whether the run stops after half of its steps and is resumed."""
 
 
 def plant_samples(before_each: Callable[[], Callable[[], None]]) -> Callable[[Trainer], AbstractContextManager[Any]]:

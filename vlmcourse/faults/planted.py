@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vlmcourse.config import parse_config
 from vlmcourse.faults.catalog import BASE, FAULTS, Fault
+from vlmcourse.faults.lookalikes import LOOKALIKES
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.report import TrainResult
 from vlmcourse.train.trainer import Trainer
@@ -24,7 +25,7 @@ def run_planted(name: str, output_dir: str | Path, ranks: Ranks, *, num_steps: i
     """Train the tiny model for a few steps with a fault; all ranks must call this.
 
     Args:
-        name: of `FAULTS`; `run_name` gives the run's.
+        name: of `FAULTS` or `LOOKALIKES`; `run_name` gives the run's.
         output_dir: parent folder of the run.
         ranks: this process's place. The faults are of two ranks; with others they weigh more or less.
         num_steps: instead of `BASE`'s.
@@ -36,9 +37,10 @@ def run_planted(name: str, output_dir: str | Path, ranks: Ranks, *, num_steps: i
         ValueError: if there is no such fault.
     Communicates: as training does.
     """
-    if name not in FAULTS:
-        raise ValueError(f"fault {name!r}: {suggest_choice(name, tuple(FAULTS))}")
-    return run_fault(FAULTS[name], run_name(name), output_dir, ranks, num_steps=num_steps)
+    known = {**FAULTS, **LOOKALIKES}
+    if name not in known:
+        raise ValueError(f"fault {name!r}: {suggest_choice(name, tuple(known))}")
+    return run_fault(known[name], run_name(name), output_dir, ranks, num_steps=num_steps)
 
 
 def run_fault(
@@ -50,6 +52,18 @@ def run_fault(
     """
     table = {"run": {"name": folder_name, "output_dir": str(output_dir)}}
     steps = {} if num_steps is None else {"train.num_steps": num_steps}
-    trainer = Trainer(parse_config(table, {**BASE, **fault.overrides, **steps}), ranks, show_progress=False)
+    settings = {**BASE, **fault.overrides, **steps}
+
+    def build(**overrides: int) -> Trainer:
+        changed = {f"train.{name}": value for name, value in overrides.items()}
+        return Trainer(parse_config(table, {**settings, **changed}), ranks, show_progress=False)
+
+    if fault.resumes:
+        first = build(num_steps=settings["train.num_steps"] // 2)
+        with fault.plant(first):
+            first.fit()
+    trainer = build()
+    if fault.resumes:
+        trainer.resume()
     with fault.plant(trainer):
         return trainer.fit()

@@ -32,7 +32,7 @@ from vlmcourse.planner.scaling import KINDS
 ANSWERED_BY = tuple(f"vlmcourse.planner.{name}" for name in ("scaling", "scaling_fit", "efficiency_loss"))
 """Modules that hold the answers."""
 FRACTION_TOLERANCE = 0.04
-"""Relative; the fit to relative errors and that to logarithms differ by less than half of it."""
+"""Relative; between `scaling_cases.MAX_APART` and `MIN_APART`, so that it takes no luck to be right or wrong."""
 SHARE_TOLERANCE = 0.001
 """Absolute, of a part of the split: a tenth of a percent of the ranks' time."""
 GAIN_TOLERANCE = 0.02

@@ -1,7 +1,8 @@
 """Cases of exercise 4.6: clusters that scale less than perfectly, with the right answers.
 
 Enters: a seed. Leaves: cases, and what each must give, by the planner's functions. The first speed-up, split and
-fixes are the team's of the exercise, 5.2 x on 8 GPUs. No part of a loss is near 0, so that mistakes can be told apart.
+fixes are the team's of the exercise, 5.2 x on 8 GPUs. No part of a loss is near 0, and each series of steps is one in
+which it matters how the law is fitted, so that mistakes can be told apart.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
+from vlmcourse.grading import scaling_fits
 from vlmcourse.planner.efficiency_loss import LOSSES, StepParts, split_loss
 from vlmcourse.planner.scaling import RankTimes
 from vlmcourse.planner.scaling_fit import fit_amdahl
@@ -20,6 +23,11 @@ PHASES = ("data_wait_s", "forward_s", "backward_s", "communication_s", "optimize
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 NOISE = 0.04
 """Relative error of a measured step, one standard deviation."""
+MIN_APART, MAX_APART = 0.06, 0.02
+"""Relative: a fit that minimises the wrong errors is at least so far from the right fraction in every case, one that
+minimises relative errors in another way at most so far. What counts as right lies between: `FRACTION_TOLERANCE`."""
+MIN_SHARE_APART = 0.003
+"""Absolute: imbalance that is measured wrongly is at least so far from the right share."""
 Phases = dict[str, float]
 Fixes = dict[str, dict[str, float]]
 """By name: the share that a fix takes off each part of the loss; below 0 where it adds to it."""
@@ -150,7 +158,10 @@ def make_speed_cases(seed: int, num_cases: int) -> list[SpeedCase]:
 
 
 def make_serial_cases(seed: int, num_cases: int) -> list[SerialCase]:
-    """Draw runs with a serial part of 3 to 20 %; every other case has no run on one rank."""
+    """Draw runs with a serial part of 3 to 20 %; every other case has no run on one rank.
+
+    Kept are those in which errors in seconds, in N times a step and in speed-ups each lead elsewhere.
+    """
     rng = random.Random(f"serial:{seed}")
     cases: list[SerialCase] = []
     while len(cases) < num_cases:
@@ -160,24 +171,54 @@ def make_serial_cases(seed: int, num_cases: int) -> list[SerialCase]:
         alone_s, fraction = rng.uniform(0.8, 20), rng.uniform(0.03, 0.2)
         steps = [alone_s * (fraction + (1 - fraction) / n) * math.exp(rng.gauss(0, NOISE)) for n in ranks]
         case = SerialCase(ranks=ranks, step_s=tuple(steps))
-        if case.fraction > 0.02:
+        if _tells_fits_apart(case):
             cases.append(case)
     return cases
 
 
+def _tells_fits_apart(case: SerialCase) -> bool:
+    measured, right = (case.ranks, case.step_s), scaling_fits.share(scaling_fits.fit_relative(case.ranks, case.step_s))
+    if right < 0.02:
+        return False
+
+    def distance(found: tuple[float, float]) -> float:
+        return abs(scaling_fits.share(found) / right - 1)
+
+    return (
+        all(
+            distance(scaling_fits.fit_weighted(*measured, by)) > MIN_APART for by in ([1] * len(case.ranks), case.ranks)
+        )
+        and distance(scaling_fits.fit_speeds(*measured)) > MIN_APART
+        and distance(scaling_fits.fit_logarithms(*measured)) < MAX_APART
+        and distance(scaling_fits.fit_relative_to_law(*measured)) < MAX_APART
+    )
+
+
 def make_split_cases(seed: int, num_cases: int) -> list[SplitCase]:
-    """Return the team's, and others of 2 to 16 ranks; in each, another rank is the slowest, for another reason."""
+    """Return the team's, and others of 3 to 16 ranks; in each, another rank is the slowest, for another reason.
+
+    In all but the team's, ranks differ in their loading too, and the median rank is not the mean one: of 2 ranks it is.
+    """
     rng = random.Random(f"split:{seed}")
     cases = [make_team()]
     while len(cases) < num_cases:
         case = _draw_split(rng)
-        if min(case.shares.values()) > 0.008:
+        if min(case.shares.values()) > 0.008 and _tells_imbalance_apart(case):
             cases.append(case)
     return cases
 
 
+def _tells_imbalance_apart(case: SplitCase) -> bool:
+    """Tell whether forward and backward alone, or the median rank for the mean one, give another imbalance."""
+    computing_s = [rank["forward_s"] + rank["backward_s"] for rank in case.by_rank]
+    own_s = [sum(rank.values()) - rank["communication_s"] for rank in case.by_rank]
+    total_s = sum(sum(rank.values()) for rank in case.by_rank)
+    wrong_s = (sum(max(computing_s) - s for s in computing_s), len(own_s) * (max(own_s) - median(own_s)))
+    return all(abs(s / total_s - case.shares["imbalance"]) > MIN_SHARE_APART for s in wrong_s)
+
+
 def _draw_split(rng: random.Random) -> SplitCase:
-    num_ranks, alone_s = rng.choice((2, 4, 6, 8, 16)), rng.uniform(1, 12)
+    num_ranks, alone_s = rng.choice((3, 4, 6, 8, 16)), rng.uniform(1, 12)
     weights = (rng.uniform(0.02, 0.08), rng.uniform(0.25, 0.35), rng.uniform(0.5, 0.65), 0.0, rng.uniform(0.01, 0.03))
     alone = {name: alone_s * weight / sum(weights) for name, weight in zip(PHASES, weights, strict=True)}
     slower, slowest, input_excess = rng.uniform(1.03, 1.2), rng.randrange(num_ranks), rng.uniform(1.6, 4)
@@ -187,7 +228,7 @@ def _draw_split(rng: random.Random) -> SplitCase:
         jitter = rng.uniform(0.97, 1.03) * slower / num_ranks
         extra = late if rank == slowest else 1.0
         computing = jitter * (1 if is_input else extra)
-        data_s = alone["data_wait_s"] * input_excess / num_ranks
+        data_s = alone["data_wait_s"] * input_excess / num_ranks * rng.uniform(0.6, 1.4)
         data_s += (extra - 1) * alone_s / num_ranks if is_input else 0.0
         own.append((data_s, alone["forward_s"] * computing, alone["backward_s"] * computing, alone["optimizer_s"]))
     step_s = max(map(sum, own)) * rng.uniform(1.05, 1.4)

@@ -7,13 +7,14 @@ the fixes are in `scaling_mistakes_split.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from vlmcourse.grading.assumptions import Aspects, Choice, find_assumptions
 from vlmcourse.grading.scaling_cases import SerialCase, SpeedCase
+from vlmcourse.grading.scaling_fits import fit_relative, fit_speeds, fit_weighted, share
 
 Answers = list[tuple[Any, float]]
 PERCENT: list[Choice] = [("", 1), ("you returned percent: return a fraction, 0.65 for 65 %", 100)]
@@ -94,19 +95,8 @@ def _karp_flatt(case: SerialCase, point: int) -> float:
     return (n * case.step_s[point] / case.step_s[0] - 1) / (n - 1)
 
 
-def _fit(case: SerialCase, weights: Sequence[float]) -> tuple[float, float]:
-    """Return serial and shared seconds by weighted least squares."""
-    rows = np.array([[1.0, 1 / n] for n in case.ranks]) * np.array(weights)[:, None]
-    serial, parallel = np.linalg.lstsq(rows, np.array(case.step_s) * np.array(weights), rcond=None)[0]
-    return float(serial), float(parallel)
-
-
 def _relative(case: SerialCase) -> tuple[float, float]:
-    return _fit(case, [1 / s for s in case.step_s])
-
-
-def _share(found: tuple[float, float]) -> float:
-    return found[0] / sum(found)
+    return fit_relative(case.ranks, case.step_s)
 
 
 def _through_first(case: SerialCase) -> float:
@@ -133,7 +123,17 @@ SERIAL_ASPECTS: Aspects = {
         (
             "you minimised errors in seconds: the longest step decides nearly all; each time is off by some percent of "
             "itself, so minimise relative errors",
-            lambda case: _share(_fit(case, [1.0] * len(case.ranks))),
+            lambda case: share(fit_weighted(case.ranks, case.step_s, [1.0] * len(case.ranks))),
+        ),
+        (
+            "you drew a line through N times the step over N, and minimised its errors: they grow with N, so the "
+            "largest numbers of ranks decide nearly all; minimise errors relative to each time",
+            lambda case: share(fit_weighted(case.ranks, case.step_s, case.ranks)),
+        ),
+        (
+            "you minimised errors in speed-ups: they are the largest where most ranks are, which then decide nearly "
+            "all; each time is off by some percent of itself, so minimise relative errors",
+            lambda case: share(fit_speeds(case.ranks, case.step_s)),
         ),
         (
             "you took the first time for that of one rank: where one was not measured, its time is s + p of the fit",

@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vlmcourse.monitor.whole_file import replace_file
 
 FOLDER_NAME = "energy"
 JOULES_PER_KWH = 3.6e6
@@ -75,9 +76,7 @@ class EnergyMeter:
         place.mkdir(exist_ok=True)
         kept = {"joules_low": self.joules_low, "joules_high": self.joules_high}
         kept |= {"seconds": self.seconds, "source": self.source}
-        part = place / f"rank{rank:04d}.part"
-        part.write_text(json.dumps(kept), encoding="utf-8")
-        os.replace(part, place / f"rank{rank:04d}.json")
+        replace_file(place / f"rank{rank:04d}.json", json.dumps(kept))
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from vlmcourse.monitor.run_view import (
     RankTrail,
     RunView,
     find_owners,
-    find_slowest,
+    find_slowest_view,
     find_window,
     view_ranks,
 )
-from vlmcourse.monitor.step_log import FOLDER, EventRecord, parse_record, step_log_path
+from vlmcourse.monitor.step_log import FOLDER, RESUME, EventRecord, StepRecord, parse_record, step_log_path
 
 START_NAME, CONFIG_NAME, RESULT_NAME, ROWS_NAME = "run.json", "config.json", "result.json", "log.jsonl"
 LAST_BYTES = 1 << 18
@@ -81,6 +81,7 @@ class LiveRun:
         self._rows: dict[int, tuple[float | None, float | None]] = {}
         self._last_row: dict[str, Any] = {}
         self._first_s: float | None = None
+        self._resumed: EventRecord | None = None
         self._process: dict[str, Any] = {}
         self._world_size: int | None = None
         self._num_steps: int | None = None
@@ -130,8 +131,15 @@ class LiveRun:
                     self._problem = str(error)
                     continue
                 trail.add(record)
-                if self._first_s is None or record.start_s < self._first_s:
-                    self._first_s = record.start_s
+                self._note_start(record)
+
+    def _note_start(self, record: StepRecord | EventRecord) -> None:
+        """Keep when the run began, and its last resumption."""
+        if self._first_s is None or record.start_s < self._first_s:
+            self._first_s = record.start_s
+        if isinstance(record, EventRecord) and record.event == RESUME:
+            is_newer = self._resumed is None or record.start_s > self._resumed.start_s
+            self._resumed = record if is_newer else self._resumed
 
     def _view(self, is_alive: bool | None) -> RunView:
         trails = self._trails_of_run()
@@ -141,14 +149,16 @@ class LiveRun:
         is_live = state in (RUNNING, WAITING)
         now_s = self._clock() if is_live or not signs_s else max(signs_s)
         ranks = view_ranks(trails, now_s, is_live=is_live)
-        slowest, spread = find_slowest(ranks)
+        slowest, spread = find_slowest_view(ranks)
+        began_s = self._resumed.start_s if self._resumed else self._first_s
         return RunView(
             folder=str(self.folder),
             state=state,
             step=max(steps, default=0),
             num_steps=self._num_steps,
             world_size=len(trails),
-            running_s=now_s - self._first_s if self._first_s is not None else None,
+            running_s=now_s - began_s if began_s is not None else None,
+            resumed_step=self._resumed.step if self._resumed else None,
             losses=[(step, loss) for step, (loss, _) in self._rows.items() if loss is not None],
             tokens_per_s=[(step, rate) for step, (_, rate) in self._rows.items() if rate is not None],
             owners_bytes=find_owners(self._last_row),

@@ -10,7 +10,8 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+
+from vlmcourse.monitor.rank_spread import describe_slowest, find_slowest
 
 PROFILE_FOLDER, SUMMARY_JSON = "profile", "summary.json"
 """In a run's folder, and in that one."""
@@ -111,8 +112,8 @@ class TraceSummary:
 
     @property
     def spread(self) -> float:
-        """Own time of the slowest rank over that of the median rank; 1 where all are alike."""
-        return self.slowest.own_s / median(of_rank.own_s for of_rank in self.ranks)
+        """Own time of the slowest rank over the median of the others'; 1 where all are alike, or there is one."""
+        return find_slowest({of_rank.rank: of_rank.own_s for of_rank in self.ranks})[1] or 1.0
 
     def __str__(self) -> str:
         """Return a table of the ranks, the operators, the longest gap and the clocks."""
@@ -126,8 +127,8 @@ class TraceSummary:
         if len(self.ranks) > 1:
             own_ms = 1e3 * self.slowest.own_s / len(self.steps)
             lines.append(
-                f"slowest: rank {self.slowest.rank} with {own_ms:.1f} ms a step of its own, {self.spread:.2f} x the "
-                "median"
+                f"slowest: rank {self.slowest.rank} with {own_ms:.1f} ms a step of its own, {self.spread:.2f} x "
+                f"{describe_slowest(len(self.ranks))}"
             )
         if (gap := self.longest_gap) is not None:
             lines.append(

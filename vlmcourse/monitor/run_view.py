@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-from vlmcourse.monitor.step_log import EventRecord, StepRecord
+from vlmcourse.monitor.rank_spread import describe_slowest, find_slowest
+from vlmcourse.monitor.step_log import RESUME, EventRecord, StepRecord
 
 WAITING, RUNNING, FINISHED, STOPPED = "waiting", "running", "finished", "stopped"
 PHASES = ("data_wait", "forward", "backward", "communication", "optimizer", "other")
@@ -59,7 +60,10 @@ class RunView:
     num_steps: int | None = None
     world_size: int = 0
     running_s: float | None = None
-    """From the beginning of the first step that was read to now or the end."""
+    """To now or the end, from the beginning of the first step that was read or, later, from the last resumption: a
+    pause is no time of the run."""
+    resumed_step: int | None = None
+    """The step after which it was last resumed; None where it was not, or so long ago that it was not read."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """By step, of the rows of the log."""
     tokens_per_s: list[tuple[int, float]] = field(default_factory=list)
@@ -72,7 +76,7 @@ class RunView:
     slowest_rank: int | None = None
     """The one with the longest work of its own; None where that cannot be told."""
     rank_spread: float | None = None
-    """Its own work over the median rank's."""
+    """Its own work over the median of the others'."""
     last_event: str = ""
     """Such as "evaluation after step 100: 2.1 s"; empty before the first."""
     problem: str = ""
@@ -103,7 +107,7 @@ class RankTrail:
         """Take one more line; of steps the last `keep` are kept."""
         if isinstance(record, EventRecord):
             self.event = record
-            self.long_event = self.long_event if record.event == "log" else record
+            self.long_event = self.long_event if record.event in ("log", RESUME) else record
             return
         self.steps.pop(record.step, None)
         self.steps[record.step] = record
@@ -178,17 +182,13 @@ def find_window(trails: Mapping[int, RankTrail]) -> list[int]:
     return sorted(common - {1} or common)[-WINDOW:]
 
 
-def find_slowest(ranks: Sequence[RankView]) -> tuple[int | None, float | None]:
-    """Return the rank with the longest work of its own, and that work over the median rank's.
+def find_slowest_view(ranks: Sequence[RankView]) -> tuple[int | None, float | None]:
+    """Return the rank with the longest work of its own, and that work over the median of the others'.
 
     None and None with one rank, and where a rank's waits cannot be told from its work.
     """
     own_s = {view.rank: view.own_s for view in ranks if view.own_s is not None}
-    if len(own_s) < max(2, len(ranks)):
-        return None, None
-    middle_s = median(own_s.values())
-    slowest = max(own_s, key=lambda rank: own_s[rank])
-    return slowest, own_s[slowest] / middle_s if middle_s > 0 else None
+    return find_slowest(own_s) if len(own_s) >= max(2, len(ranks)) else (None, None)
 
 
 def find_owners(row: Mapping[str, Any]) -> dict[str, int]:
@@ -209,7 +209,8 @@ def list_facts(view: RunView) -> list[str]:
     if view.tokens_per_s:
         facts.append(f"{view.tokens_per_s[-1][1]:,.0f} tokens/s")
     if view.running_s is not None:
-        facts.append(f"{view.running_s:.0f} s")
+        since = "" if view.resumed_step is None else f" since it went on after step {view.resumed_step}"
+        facts.append(f"{view.running_s:.0f} s{since}")
     if view.last_event:
         facts.append(f"last {view.last_event}")
     return facts
@@ -235,7 +236,8 @@ def list_remarks(view: RunView) -> list[str]:
     ]
     if view.slowest_rank is not None and view.rank_spread is not None:
         said.append(
-            f"slowest rank: {view.slowest_rank}, whose own work takes {view.rank_spread:.2f} times the median rank's"
+            f"slowest rank: {view.slowest_rank}, whose own work takes {view.rank_spread:.2f} times "
+            f"{describe_slowest(len(view.ranks))}"
         )
     elif view.world_size > 1 and view.window_steps:
         said.append("slowest rank: cannot be told, since waits of this strategy are not seen apart from work")

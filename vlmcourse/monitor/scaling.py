@@ -171,6 +171,7 @@ def _parts_of(record: StepRecord, run_folder: str | Path) -> StepParts:
         computing_s=computing_s,
         communication_s=waited_s,
         serial_s=record.step_s - waited_s - record.data_wait_s - computing_s,
+        waits_s=tuple(record.waits_s or ()),
     )
 
 

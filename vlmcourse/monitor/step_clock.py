@@ -43,6 +43,8 @@ from vlmcourse.parallel.phases import phase
 from vlmcourse.strategies import DEEPSPEED, SHARDED
 
 PHASES: tuple[str, ...] = (*spans.PHASES, "other")
+MAX_WAITS = 16
+"""Numbers of a step that tell its waits one by one; where there are more waits, neighbours are added up."""
 _NOTHING = nullcontext()
 Mark = Any
 """Seconds of `perf_counter`, or a CUDA event."""
@@ -63,6 +65,10 @@ class StepTimes:
     """Zeroing, unscaling and clipping gradients, and the update."""
     other_s: float
     """Hooks, and what a pipeline does between its actions."""
+
+    waits_s: list[float] | None = None
+    """The waits in `communication_s` in their order, `MAX_WAITS` numbers at most; ranks that make the same exchanges
+    have as many, so that they can be compared exchange by exchange."""
 
     @property
     def own_s(self) -> float | None:
@@ -167,9 +173,13 @@ class StepClock:
         self._marks.append((name, event))
 
     def _sum(self, marks: list[tuple[str, Mark]]) -> StepTimes:
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds, waits_s, before = dict.fromkeys(PHASES, 0.0), list[float](), ""
         for (name, start), (_, end) in zip(marks, marks[1:], strict=False):
-            seconds[name] += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+            passed_s = start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+            seconds[name] += passed_s
+            if name == spans.COMMUNICATION:  # a wait that opens inside of another is a part of it
+                waits_s[-1:] = [waits_s[-1] + passed_s] if before == name else [*waits_s[-1:], passed_s]
+            before = name
         return StepTimes(
             step_s=sum(seconds.values()),
             data_wait_s=seconds["data_wait"],
@@ -178,7 +188,14 @@ class StepClock:
             communication_s=seconds["communication"] if self.tells_communication else None,
             optimizer_s=seconds["optimizer"],
             other_s=seconds["other"],
+            waits_s=shorten_waits(waits_s) if self.tells_communication else None,
         )
+
+
+def shorten_waits(waits_s: list[float]) -> list[float]:
+    """Add up neighbours until `MAX_WAITS` numbers are left, in whole microseconds; the same way for as many waits."""
+    per_number = -(-len(waits_s) // MAX_WAITS) or 1
+    return [round(sum(waits_s[i : i + per_number]), 6) for i in range(0, len(waits_s), per_number)]
 
 
 class _OpenPhase(AbstractContextManager[None]):

@@ -2,7 +2,8 @@
 
 Enters: a `StepRecord` an optimizer step, and an `EventRecord` for work between steps. Leaves: `steps/rank0000.jsonl` in
 the run's folder, complete up to its last line at any moment, so that a live run can be watched and a killed one read;
-and, read again, all of it by rank. Values that a machine cannot measure are absent, never 0. Chapter 6.
+and, read again, all of it by rank. Values that a machine cannot measure are absent, never 0. A file that goes on after
+a checkpoint has a mark, event `RESUME`: the time before it is not the run's. Chapter 6.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import functools
 import json
 import logging
 import math
-import os
+import time
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmcourse.monitor.whole_file import replace_file
+
 logger = logging.getLogger(__name__)
 FOLDER = "steps"
 EVENTS = ("checkpoint", "evaluation", "log")
+RESUME = "resume"
+"""A mark of no length: here a process went on after this step. Steps after it are by another process than those before,
+and warm up anew; between them is a pause of any length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,8 @@ class StepRecord:
     backward_s: float | None = None
     communication_s: float | None = None
     """Time in which the rank only waited for others; absent where that cannot be told."""
+    waits_s: list[float] | None = None
+    """The waits in `communication_s` in their order, neighbours added up where they are many: `step_clock`."""
     optimizer_s: float | None = None
     other_s: float | None = None
     world_size: int | None = None
@@ -78,12 +86,14 @@ class EventRecord:
     """Work between two steps."""
 
     event: str
-    """One of `EVENTS`."""
+    """One of `EVENTS`, or `RESUME`."""
     step: int
     """Optimizer steps done by then."""
     start_s: float
     """As in `StepRecord`."""
     seconds: float
+    communication_s: float | None = None
+    """Of these, those in which the rank only waited for others, late ones too; absent where that cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ class StepLogWriter:
     """Writes one rank's file."""
 
     def __init__(self, run_folder: str | Path, rank: int, *, keep_until_step: int | None = None) -> None:
-        """Open the file: new, or going on after step `keep_until_step` of what is there.
+        """Open the file: new, or going on after step `keep_until_step` of what is there, which is marked.
 
         Raises:
             OSError: if the file cannot be written to.
@@ -106,11 +116,11 @@ class StepLogWriter:
         self.path = path = step_log_path(run_folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _whole_lines(path) if _step_of(line) <= keep_until_step] if keep_until_step else []
-        part = path.with_suffix(".part")
-        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(part, path)
+        replace_file(path, "".join(f"{line}\n" for line in kept))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._has_failed = False
+        if keep_until_step:
+            self.write(EventRecord(event=RESUME, step=keep_until_step, start_s=time.time(), seconds=0.0))
 
     def write(self, record: StepRecord | EventRecord) -> None:
         """Write one line; values that are None or no number are left out.
@@ -124,7 +134,7 @@ class StepLogWriter:
             self._file.flush()
         except OSError as error:
             if not self._has_failed:
-                logger.warning("%s cannot be written to (%s): lines of its steps are lost", self.path, error.strerror)
+                logger.error("%s cannot be written to (%s): lines of its steps are lost", self.path, error.strerror)
             self._has_failed = True
 
     def close(self) -> None:
@@ -165,15 +175,36 @@ def read_step_log(run_folder: str | Path) -> dict[int, RankLog]:
 
 
 def common_steps(logs: dict[int, RankLog]) -> dict[int, dict[int, StepRecord]]:
-    """Return the steps that every rank of its time has written: by step, then by rank."""
+    """Return the steps that every rank of its time has written: by step, then by rank.
+
+    A run that was killed and went on with fewer ranks makes some steps again. The ranks that it lost keep their lines
+    of them, as nobody writes to their files any more: of a step, only what the newest run of it wrote counts.
+    """
     steps: dict[int, dict[int, StepRecord]] = {}
     for rank, log in logs.items():
         for record in log.steps:
             steps.setdefault(record.step, {})[rank] = record
-    whole = {
-        step for step, ranks in steps.items() if all(len(ranks) == (r.world_size or len(logs)) for r in ranks.values())
-    }
-    return {step: steps[step] for step in sorted(whole)}
+    found: dict[int, dict[int, StepRecord]] = {}
+    for step, ranks in sorted(steps.items()):
+        size = max(ranks.values(), key=lambda record: record.start_s).world_size
+        num_ranks = size or len(logs)
+        of_run = {rank: r for rank, r in ranks.items() if rank < num_ranks and r.world_size == size}
+        if len(of_run) == num_ranks:
+            found[step] = of_run
+    return found
+
+
+def steps_after_resume(events: list[EventRecord], num_steps: int) -> set[int]:
+    """Return the steps before which a run was resumed, and `num_steps` of the first ones after that.
+
+    The time from such a step to the next one is no measure of the run: it holds the pause, or a process's first work.
+
+    Args:
+        events: of one rank.
+        num_steps: that a process needs to warm up.
+    """
+    marks = [event.step for event in events if event.event == RESUME]
+    return {mark + number for mark in marks for number in range(num_steps + 1)}
 
 
 def _read_rank(path: Path) -> RankLog:
@@ -212,7 +243,10 @@ def _build(kind: Any, row: dict[str, Any]) -> Any:
     allowed, required = _describe_fields(kind)
     known = {name: row[name] for name in allowed if name in row}
     for name, value in known.items():
-        if not isinstance(value, allowed[name]) or isinstance(value, bool):
+        numbers = value if isinstance(value, list) else [value]
+        if not isinstance(value, allowed[name]) or any(isinstance(number, bool) for number in numbers):
+            raise ValueError(f"{name} = {value!r}")
+        if isinstance(value, list) and not all(isinstance(number, (float, int)) for number in numbers):
             raise ValueError(f"{name} = {value!r}")
     absent = [name for name in required if name not in known]
     if absent:
@@ -226,6 +260,7 @@ def _describe_fields(kind: Any) -> tuple[dict[str, tuple[type, ...]], tuple[str,
     allowed = {}
     for name, hint in typing.get_type_hints(kind).items():
         types_of = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        types_of = tuple(typing.get_origin(one) or one for one in types_of)
         allowed[name] = (*types_of, int) if float in types_of else types_of
     required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     return allowed, tuple(required)

@@ -6,16 +6,18 @@ of the time of all ranks that add up to 1 - efficiency, by construction and not 
 All in seconds of ranks: N ranks spend the sum of their step times on a step. One rank would have spent T(1) on the same
 work (strong scaling), or N T(1) on N times the work (weak scaling). The difference is lost, and goes to
 
-- communication: N (T - longest own work). Even the slowest rank waited so long; nobody was late for it.
-- imbalance: the sum over the ranks of (longest own work - a rank's own work). The others wait for the slowest one;
-  they log it as communication, which it is not, so it counts here and there no more.
+- communication: N times what even the rank that waits least waits, exchange by exchange: nobody was late for it.
+- imbalance: all other waits, which are for a rank that is late. It is logged as communication, which it is not, so it
+  counts here and there no more. With one exchange it is the sum over ranks of (longest own work - own work).
 - input: what all ranks together waited for data, beyond what one rank waited for as much work.
 - serial: the same for optimizer and all else that is no forward or backward: work that every rank repeats.
 - computing: the same for forward and backward: smaller matrices, cores that ranks share, a slow machine's extra time.
 
-A rank's own work is its step without its waits for others. The longest is looked for step by step: ranks that take
-turns in being slow cost as much as one that always is. Where ranks reach an exchange in one step and log the wait in
-the next, a share may come out slightly below 0.
+A rank's own work is its step without its waits for others. Ranks that take turns in being slow cost as much as one that
+always is. Where single waits are not known, or ranks have different numbers of them, communication is N (T - longest
+own work) of each step: an upper bound then, since two ranks that are late at different exchanges of a step count as
+data on their way. Where ranks reach an exchange in one step and log the wait in the next, a share may come out slightly
+below 0.
 
 Source: the efficiencies of the POP project (Wagner et al. 2017, "A structured approach to performance analysis"): load
 balance is mean over longest work, communication efficiency longest work over time; here as a sum and not a product.
@@ -43,6 +45,8 @@ class StepParts:
     """In which the rank only waited for others, whatever for."""
     serial_s: float
     """Optimizer and everything else."""
+    waits_s: tuple[float, ...] = ()
+    """The waits in `communication_s` one by one; empty where they are not known."""
 
     @property
     def own_s(self) -> float:
@@ -107,7 +111,7 @@ def split_loss(kind: str, alone: Sequence[StepParts], steps: Sequence[Sequence[S
     num_ranks = sizes.pop()
     worth = 1 if kind == "strong" else num_ranks
     total_s = _mean([sum(rank.step_s for rank in step) for step in steps])
-    longest_s = num_ranks * _mean([max(rank.own_s for rank in step) for step in steps])
+    late_s = _mean([_late_s(step) for step in steps])
     own_s = _mean([sum(rank.own_s for rank in step) for step in steps])
 
     def excess_s(name: str) -> float:
@@ -115,8 +119,8 @@ def split_loss(kind: str, alone: Sequence[StepParts], steps: Sequence[Sequence[S
         return of_all - worth * _mean([getattr(step, name) for step in alone])
 
     lost_s = {
-        "communication": total_s - longest_s - worth * _mean([step.communication_s for step in alone]),
-        "imbalance": longest_s - own_s,
+        "communication": total_s - own_s - late_s - worth * _mean([step.communication_s for step in alone]),
+        "imbalance": late_s,
         "input": excess_s("data_wait_s"),
         "serial": excess_s("serial_s"),
         "computing": excess_s("computing_s"),
@@ -128,6 +132,29 @@ def split_loss(kind: str, alone: Sequence[StepParts], steps: Sequence[Sequence[S
         alone_s=_mean([step.step_s for step in alone]),
         shares={name: seconds / total_s for name, seconds in lost_s.items()},
     )
+
+
+def shared_wait_s(waits_s: Sequence[Sequence[float] | None]) -> float | None:
+    """Return the seconds that even the rank that waits least waits, exchange by exchange.
+
+    Args:
+        waits_s: of one step, by rank, each in order.
+
+    Returns:
+        Their sum; None where waits are not known, or ranks have different numbers of them.
+    """
+    known = [waits for waits in waits_s if waits]
+    if len(known) < len(waits_s) or len({len(waits) for waits in known}) != 1:
+        return None
+    return sum(min(of_exchange) for of_exchange in zip(*known, strict=True))
+
+
+def _late_s(step: Sequence[StepParts]) -> float:
+    """Return the seconds that all ranks together waited for ranks that were late."""
+    if shared_wait_s([rank.waits_s for rank in step]) is None:
+        return sum(max(rank.own_s for rank in step) - rank.own_s for rank in step)
+    by_exchange = zip(*(rank.waits_s for rank in step), strict=True)
+    return sum(waited_s - min(of_exchange) for of_exchange in by_exchange for waited_s in of_exchange)
 
 
 def _mean(values: Sequence[float]) -> float:

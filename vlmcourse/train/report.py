@@ -1,8 +1,9 @@
 """What a run tells people and keeps on disk: progress bar, log files, the rows of its history, its result.
 
 Only rank 0 shows and writes anything here. Files of a run, in `output_dir/name`: `config.json`, `run.json` (hardware,
-versions, a mark of rank 0's process), what the loggers of `config.logging` write (`log.csv`, `log.jsonl`),
-`result.json` and `checkpoints/`; every rank has a file of its own in `steps/` (see `run_monitor.py`) and in `energy/`.
+versions, the peak and the formulas of MFU and HFU, a mark of rank 0's process), what the loggers of `config.logging`
+write (`log.csv`, `log.jsonl`), `result.json` and `checkpoints/`; every rank has a file of its own in `steps/`
+(see `run_monitor.py`) and in `energy/`.
 A new run never overwrites an earlier one of the same name: that is moved aside.
 """
 
@@ -24,6 +25,7 @@ from vlmcourse.monitor.gpu import watch_hardware
 from vlmcourse.monitor.hardware import describe_hardware
 from vlmcourse.monitor.loggers import RunInfo, RunLoggers, build_loggers, read_rows
 from vlmcourse.monitor.metrics import Throughput, TokenCount, measure_peak_bytes
+from vlmcourse.monitor.peak import FORMULAS, Peak, describe_peak
 from vlmcourse.monitor.run_process import describe_process
 from vlmcourse.parallel.comm import max_over_ranks
 from vlmcourse.parallel.ranks import Ranks
@@ -162,7 +164,14 @@ class RunReport:
     """Progress bar, logs and history of one run; on ranks other than 0 it only keeps the history."""
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, *, start_step: int, continues: bool, show_progress: bool
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        *,
+        start_step: int,
+        continues: bool,
+        show_progress: bool,
+        peak: Peak | None = None,
     ) -> None:
         """Open the run's folder: the run's own, or a new one.
 
@@ -172,6 +181,7 @@ class RunReport:
             start_step: optimizer steps done.
             continues: whether these were steps of the run in this folder; what another run left there is moved aside.
             show_progress: whether rank 0 shows a progress bar.
+            peak: what MFU and HFU of the rows divide by; None where it is not known.
 
         Raises:
             ValueError: on rank 0, if the folder cannot be written to.
@@ -182,7 +192,7 @@ class RunReport:
         self._loggers = RunLoggers([], self.say)
         self._bar: tqdm[Any] | None = None
         if self._is_main:
-            self._open(config, start_step, continues=continues)
+            self._open(config, start_step, continues=continues, peak=peak)
             if show_progress:
                 # On stdout: anything on stderr fails a graded notebook cell.
                 self._bar = tqdm(
@@ -191,15 +201,16 @@ class RunReport:
         every_s = config.logging.hardware_every_s
         self._sampler = watch_hardware(ranks, self.folder, every_s, self.say, continues=continues)
 
-    def _open(self, config: TrainConfig, start_step: int, *, continues: bool) -> None:
+    def _open(self, config: TrainConfig, start_step: int, *, continues: bool, peak: Peak | None) -> None:
         """Make the run's folder, and start what is written to it."""
         check_run_folder(config, is_resumed=continues)
         if not continues:
             move_aside(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        whole_config, hardware = dataclasses.asdict(config), describe_hardware(self._ranks)
+        whole_config, hardware = dataclasses.asdict(config), describe_hardware(self._ranks) | describe_peak(peak)
         _write_json(self.folder / "config.json", whole_config)
-        _write_json(self.folder / "run.json", {"hardware": hardware, "process": describe_process()})
+        about = {"hardware": hardware, "formulas": FORMULAS, "process": describe_process()}
+        _write_json(self.folder / "run.json", about)
         self.history = read_rows(self.folder, start_step)
         info = RunInfo(
             name=config.run.name,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import psutil
@@ -26,7 +25,8 @@ from vlmcourse.data.samples import Batch
 from vlmcourse.layout import Layout
 from vlmcourse.monitor.ledger import measure_ledger
 from vlmcourse.monitor.metrics import measure_peak_bytes
-from vlmcourse.monitor.peak import Peak, find_peak
+from vlmcourse.monitor.peak import Peak, find_run_peak
+from vlmcourse.monitor.rank_spread import find_slowest
 from vlmcourse.monitor.step_clock import StepTimes
 from vlmcourse.monitor.towers import hides_tensors, sum_gradient_squares, sum_update_squares
 from vlmcourse.parallel.comm import gather_numbers
@@ -71,7 +71,8 @@ class RowMeter:
         self.config, self.shape, self.layout, self.ranks = config, shape, layout, ranks
         self.loss_rows = LossRows()
         self.peak: Peak | None = None
-        """Of this rank's device, once a row has asked for it."""
+        """Of all ranks together, once it was looked for; what MFU and HFU divide by."""
+        self._knows_peak = False
         self._process = psutil.Process()
         self._window = Window()
         self._tower_squares: Numbers = {}
@@ -124,6 +125,15 @@ class RowMeter:
             value = getattr(times, f"{name}_s")
             self._window.parts_s[name] += ABSENT if value is None else value
 
+    def find_peak(self) -> Peak | None:
+        """Return what MFU and HFU divide by: the peak of all ranks, found once; see `monitor.peak.find_run_peak`.
+
+        Communicates: the first time an all-gather of 40 bytes a rank; all ranks must call this.
+        """
+        if not self._knows_peak:
+            self.peak, self._knows_peak = find_run_peak(self.ranks, self.config.train.precision), True
+        return self.peak
+
     def measure(self) -> dict[str, float | None]:
         """Return the values of a row and begin a new window; all ranks must call this.
 
@@ -131,13 +141,13 @@ class RowMeter:
             By name; None for what is not there.
         Communicates: an all-gather of about 300 bytes a rank, and of 16 more a kind of answer; see `KindLosses.means`.
         """
-        self.peak = self.peak or find_peak(self.ranks.device, self.config.train.precision)
+        peak = self.find_peak()
         mine = self._own_numbers()
         self._window = Window()
         everyone = [dict(zip(mine, row, strict=True)) for row in gather_numbers(list(mine.values()), self.ranks)]
         total = {name: math.fsum(of_rank[name] for of_rank in everyone) for name in mine}
         return {
-            **self._throughput(total, len(everyone)),
+            **self._throughput(total, len(everyone), peak.flop_per_s if peak is not None else ABSENT),
             **_parts(total),
             **_spread(everyone),
             **_losses(total),
@@ -150,7 +160,7 @@ class RowMeter:
         """Return what this rank tells the others, by names that are the same on all of them."""
         window = self._window
         numbers = {"seconds": window.seconds, "timed": float(window.num_timed), "samples": float(window.samples)}
-        numbers |= {"padding": float(window.padding), "peak": self.peak.flop_per_s if self.peak else ABSENT}
+        numbers |= {"padding": float(window.padding)}
         numbers |= {f"{name}_s": value for name, value in window.parts_s.items()}
         for name, work in (("real", window.real), ("executed", window.executed)):
             numbers |= {f"{name} {what}": float(value) for what, value in vars(work).items()}
@@ -172,7 +182,7 @@ class RowMeter:
     def _memory_names(self) -> tuple[str, ...]:
         return "peak_allocated", "peak_reserved", "peak_rss", *(OWNERS if self.config.logging.memory_owners else ())
 
-    def _throughput(self, total: Numbers, world_size: int) -> dict[str, float | None]:
+    def _throughput(self, total: Numbers, world_size: int, peak_flop_per_s: float) -> dict[str, float | None]:
         """Return what is a rate over all ranks; samples that ranks share count once."""
         num_sharing, seconds = self.layout.world_size // self.layout.dp_degree, total["seconds"] / world_size
         if seconds <= 0:
@@ -184,7 +194,7 @@ class RowMeter:
         trained = [tower for tower in TOWERS if tower not in self.config.model.freeze]
         activations = self.config.activations
         policies = {"vision": activations.vision, "language": activations.language}
-        possible = seconds * total["peak"]
+        possible = seconds * peak_flop_per_s
         return {
             "performance/samples_per_second": total["samples"] / num_sharing / seconds,
             "performance/padding_tokens_per_second": total["padding"] / num_sharing / seconds,
@@ -241,14 +251,14 @@ def _parts(total: Numbers) -> dict[str, float | None]:
 
 
 def _spread(everyone: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
-    """Name the rank with the longest work of its own, and how much longer it is than the median rank's."""
+    """Name the rank with the longest work of its own, and how much longer it is than the median of the others'."""
     if len(everyone) == 1 or not all(of_rank["timed"] for of_rank in everyone):
         return {}
     own_s = [(of_rank["step_s"] - of_rank["communication_s"]) / of_rank["timed"] for of_rank in everyone]
-    if not all(map(math.isfinite, own_s)) or median(own_s) <= 0:
+    if not all(map(math.isfinite, own_s)):
         return {}
-    slowest = max(range(len(own_s)), key=own_s.__getitem__)
-    return {"performance/slowest_rank": slowest, "performance/rank_spread": own_s[slowest] / median(own_s)}
+    slowest, spread = find_slowest(dict(enumerate(own_s)))
+    return {"performance/slowest_rank": slowest, "performance/rank_spread": spread} if spread is not None else {}
 
 
 def _losses(total: Numbers) -> dict[str, float | None]:

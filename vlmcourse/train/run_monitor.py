@@ -49,6 +49,7 @@ class RunMonitor:
         """For the rows of the run."""
         tells = tells_communication(strategy, ranks.device)
         self.clock = StepClock(ranks.device, tells_communication=tells)
+        self._event_clock = StepClock(ranks.device, tells_communication=tells)
         self.last_times: StepTimes | None = None
         """Of the last step whose times are known; on a GPU that is the one before, or earlier."""
         self._writer: StepLogWriter | None = None
@@ -114,17 +115,22 @@ class RunMonitor:
 
     @contextmanager
     def event(self, kind: str, step: int) -> Iterator[None]:
-        """Note how long work between two steps takes.
+        """Note how long work between two steps takes, and for how much of it this rank waits for others.
 
         Args:
             kind: one of `step_log.EVENTS`.
             step: optimizer steps done.
         """
         start_s, steady_s = time.time(), time.perf_counter()
-        yield
+        with self._event_clock.step(), watch_waits(self._event_clock):
+            yield
+        seconds = time.perf_counter() - steady_s
+        (times,) = self._event_clock.take(wait=True)
         if self._writer is not None:
-            seconds = time.perf_counter() - steady_s
-            self._writer.write(EventRecord(event=kind, step=step, start_s=start_s, seconds=seconds))
+            waited_s = times.communication_s
+            self._writer.write(
+                EventRecord(event=kind, step=step, start_s=start_s, seconds=seconds, communication_s=waited_s)
+            )
 
     def _write_known(self, *, wait: bool = False) -> None:
         for times in self.clock.take(wait=wait):

@@ -287,6 +287,7 @@ class Trainer:
         """
         config = self.config.train
         check_steps_left(self.config, self.step)
+        peak = self.monitor.meter.find_peak()  # on a CPU it is measured, which is no time of the run
         totals, exact = RunTotals(), ExactMatch(0, 0)
         report = RunReport(
             self.config,
@@ -294,6 +295,7 @@ class Trainer:
             start_step=self.step,
             continues=self._continues,
             show_progress=self._show_progress,
+            peak=peak,
         )
         self._continues = True
         wait_for_all(self.ranks)  # no rank may write to the run's folder before rank 0 has made it

@@ -6,7 +6,8 @@ findings. Chapter 6.
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import median, quantiles
+from typing import Any
 
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
@@ -19,19 +20,29 @@ WATCHED_RANK = 0
 
 
 def find_throttling(facts: RunFacts) -> Finding | None:
-    """Compare the speed of steps in which the GPU was throttled with the others, or with the fastest one."""
+    """Compare the speed of steps in which the GPU was throttled with the others.
+
+    A GPU under full load is at its power cap all the time, as it is meant to be: where there is no other step, only
+    heat is a fault, and what it takes is counted from the fast steps (lower quartile), so that jitter is no loss.
+    """
     throttled, free = _split_steps(facts)
     if not throttled:
         return None
-    reference_s = median(free) if free else min(throttled)
+    is_thermal = any("thermal" in reason for reason in _reasons(facts))
+    if not free and not is_thermal:
+        facts.notes.append(
+            f"the GPU of rank {WATCHED_RANK} was held back in all steps "
+            f"({', '.join(_reasons(facts)) or 'reason not told'}): a power cap is no fault by itself, as full load "
+            "brings it about, and there are no other steps to compare with"
+        )
+        return None
+    reference_s = median(free) if free else quantiles(throttled, n=4, method="inclusive")[0]
     lost_s = sum(max(0.0, seconds - reference_s) for seconds in throttled)
     share = lost_s / facts.wall_s
-    rows = [row for row in facts.rows if row.get(THROTTLED, 0.0) >= limit.THROTTLED_FRACTION]
-    reasons = sorted({reason for row in rows for reason in str(row.get("hardware/throttle_reasons", "")).split(", ")})
-    is_thermal = any("thermal" in reason for reason in reasons)
+    rows = _throttled_rows(facts)
     celsius = [float(row["hardware/gpu_celsius"]) for row in rows if "hardware/gpu_celsius" in row]
-    why = ", ".join(reason for reason in reasons if reason) or "reason not told"
-    compared = f"{1e3 * reference_s:.1f} ms in the others" if free else f"{1e3 * reference_s:.1f} ms in the fastest"
+    why = ", ".join(_reasons(facts)) or "reason not told"
+    compared = f"{1e3 * reference_s:.1f} ms in the {'others' if free else 'fast ones (lower quartile)'}"
     evidence = [
         f"The GPU of rank {WATCHED_RANK} was throttled in {len(throttled)} of {len(facts.steps)} steps "
         f"({why}): {1e3 * median(throttled):.1f} ms of computing a step, {compared}; {share:.0%} of the time is lost."
@@ -50,6 +61,17 @@ def find_throttling(facts: RunFacts) -> Finding | None:
     return build_finding(
         "throttling", share, evidence, fixes, detail="thermal" if is_thermal else "power", rank=WATCHED_RANK
     )
+
+
+def _throttled_rows(facts: RunFacts) -> list[dict[str, Any]]:
+    return [row for row in facts.rows if row.get(THROTTLED, 0.0) >= limit.THROTTLED_FRACTION]
+
+
+def _reasons(facts: RunFacts) -> list[str]:
+    """Return why the GPU was throttled, as its driver calls it."""
+    rows = _throttled_rows(facts)
+    reasons = {reason for row in rows for reason in str(row.get("hardware/throttle_reasons", "")).split(", ")}
+    return sorted(reasons - {""})
 
 
 def _split_steps(facts: RunFacts) -> tuple[list[float], list[float]]:

@@ -5,6 +5,7 @@ Enters: the folder and what its step log holds. Leaves: sentences for an error, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def check_folder(folder: Path) -> None:
 def describe_gaps(folder: Path, logs: Mapping[int, RankLog]) -> list[str]:
     """Return which ranks have no file, or are behind the others; nothing where all have written alike."""
     last = {rank: log.steps[-1].step if log.steps else 0 for rank, log in logs.items()}
-    newest = max(last, key=lambda rank: last[rank])
+    # By time: ranks that a resumed run has lost may have got further than it is now.
+    newest = max(logs, key=lambda rank: logs[rank].steps[-1].start_s if logs[rank].steps else -math.inf)
     records = logs[newest].steps
     world_size = (records[-1].world_size if records else None) or len(logs)
     found = []

@@ -17,8 +17,9 @@ from typing import Any
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.layout import find_layout
 from vlmcourse.monitor.diagnosis.completeness import check_folder, describe_gaps
+from vlmcourse.monitor.diagnosis.cycles import find_cycles, latest_steps, without_profiler
 from vlmcourse.monitor.diagnosis.profile_files import Profiled, find_disturbed, read_profile
-from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, PAUSE_FACTOR, WARMUP_STEPS
+from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, WARMUP_STEPS
 from vlmcourse.monitor.profile_summary import TraceSummary
 from vlmcourse.monitor.step_log import EventRecord, StepRecord, common_steps, read_step_log
 from vlmcourse.planner.flops import TOWERS, StepFlops, Work, count_step_flops
@@ -110,8 +111,28 @@ class RunFacts:
         return {rank: sum(value(record) or 0.0 for _, record in self.records(rank)) for rank in self.ranks}
 
     def event_seconds(self, kind: str) -> dict[int, float]:
-        """Return seconds of one kind of event, by rank."""
-        return {r: sum(e.seconds for e in self.events[r] if e.event == kind) for r in self.ranks}
+        """Return seconds of one kind of event, by rank, without what it waited in them for ranks that were late."""
+        return {
+            rank: sum(e.seconds - self._waits_for_late_s(e) for e in self.events[rank] if e.event == kind)
+            for rank in self.ranks
+        }
+
+    def event_waits(self) -> dict[int, float]:
+        """Return the seconds that each rank waited in events for ranks that came late to them."""
+        return {rank: sum(self._waits_for_late_s(event) for event in self.events[rank]) for rank in self.ranks}
+
+    def _waits_for_late_s(self, event: EventRecord) -> float:
+        """Return what a rank waited in an event beyond what the rank that waited least did."""
+        return max(0.0, (event.communication_s or 0.0) - self._least_waits_s.get((event.event, event.step), 0.0))
+
+    @cached_property
+    def _least_waits_s(self) -> dict[tuple[str, int], float]:
+        """By event and step: what even the rank that waited least waited; 0 where a rank had no such event."""
+        waits: dict[tuple[str, int], list[float]] = {}
+        for rank in self.ranks:
+            for event in self.events[rank]:
+                waits.setdefault((event.event, event.step), []).append(event.communication_s or 0.0)
+        return {which: min(found) if len(found) == len(self.ranks) else 0.0 for which, found in waits.items()}
 
     def gap_seconds(self) -> dict[int, float]:
         """Return the time between steps that no event explains, by rank."""
@@ -155,8 +176,8 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
     logs = read_step_log(folder)
     written = common_steps(logs)
     gaps = describe_gaps(folder, logs)
-    steps = _latest(written)
-    cycles_s = _find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
+    steps = latest_steps(written)
+    cycles_s = find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
     if len(cycles_s) < MIN_STEPS:
         raise ValueError(
             f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
@@ -166,7 +187,7 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
     notes += gaps
     config, shape = _read_config(folder, notes)
     profiled = read_profile(folder, written, logs, notes)
-    cycles_s = _without_profiler(
+    cycles_s = without_profiler(
         cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(written)), notes
     )
     cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
@@ -189,58 +210,6 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
         notes=notes,
         profiled=profiled,
     )
-
-
-def _without_profiler(
-    cycles_s: dict[int, dict[int, float]], disturbed: range, notes: list[str]
-) -> dict[int, dict[int, float]]:
-    """Leave out the steps in which a profiler was on and what it wrote after them, if enough others are there."""
-    hit = [step for step in cycles_s if step in disturbed]
-    if not hit:
-        return cycles_s
-    kept = {step: cycles for step, cycles in cycles_s.items() if step not in hit}
-    which = f"{len(hit)} steps ({hit[0]} to {hit[-1]})"
-    if len(kept) < MIN_STEPS:
-        notes.append(
-            f"the profiler was on in {which} of the {len(cycles_s)} that are looked at: they took longer for it, "
-            "and what "
-            "it wrote after them counts as callbacks; make more steps"
-        )
-        return cycles_s
-    notes.append(f"{which} are left out of the step log's numbers: the profiler was on, which takes time")
-    return kept
-
-
-def _latest(steps: dict[int, dict[int, StepRecord]]) -> dict[int, dict[int, StepRecord]]:
-    """Return the last steps that were made by the same ranks, without warm-up."""
-    kept: dict[int, dict[int, StepRecord]] = {}
-    for step, ranks in steps.items():
-        if kept and ranks.keys() != next(reversed(kept.values())).keys():
-            kept = {}
-        kept[step] = ranks
-    return dict(list(kept.items())[WARMUP_STEPS:])
-
-
-def _find_cycles(
-    steps: dict[int, dict[int, StepRecord]], events: dict[int, list[EventRecord]], notes: list[str]
-) -> dict[int, dict[int, float]]:
-    """Return the time from each step to the next; a pause of the run is left out, and noted."""
-    cycles = {
-        step: {rank: steps[step + 1][rank].start_s - record.start_s for rank, record in ranks.items()}
-        for step, ranks in steps.items()
-        if step + 1 in steps
-    }
-    if not cycles:
-        return cycles
-    usual_s = median(seconds for of_rank in cycles.values() for seconds in of_rank.values())
-    for step, of_rank in list(cycles.items()):
-        rank = min(of_rank)
-        explained_s = steps[step][rank].step_s + sum(e.seconds for e in events[rank] if e.step == step)
-        gap_s = of_rank[rank] - explained_s
-        if gap_s > PAUSE_FACTOR * usual_s:
-            del cycles[step]
-            notes.append(f"{gap_s:.1f} s after step {step} are left out: the run was resumed, or the machine slept")
-    return cycles
 
 
 def _read_config(folder: Path, notes: list[str]) -> tuple[TrainConfig | None, VLMShape | None]:

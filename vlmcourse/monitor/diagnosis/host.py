@@ -16,6 +16,8 @@ from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, bu
 
 EVENT_CAUSES = {"checkpoint": "checkpoints", "evaluation": "evaluations", "log": "logging"}
 """What an event in the step log is -> the cause that it is when there is much of it."""
+WORTH_SAYING = 0.01
+"""Of the time."""
 EVENT_SETTINGS = {
     "checkpoint": "train.checkpoint_every",
     "evaluation": "train.eval_every",
@@ -147,6 +149,11 @@ def _find_event(facts: RunFacts, kind: str) -> Finding | None:
         f"{len(steps)} times in {num_steps} steps rank {slowest} spent {1e3 * each_s:.1f} ms on {_name(kind)}, "
         f"{share:.0%} of the time; a step alone takes {1e3 * _step_s(facts):.1f} ms."
     ]
+    if (waited_s := max(facts.event_waits().values())) > WORTH_SAYING * facts.wall_s:
+        evidence.append(
+            f"Waits in events for ranks that came late to them, {waited_s / facts.wall_s:.0%} of the time, are "
+            "left out."
+        )
     others = [value for rank, value in seconds.items() if rank != slowest]
     is_alone = bool(others) and seconds[slowest] > 2 * max(others)
     if is_alone:
@@ -195,8 +202,14 @@ def find_callbacks(facts: RunFacts) -> Finding | None:
         f"({share:.0%} of the time) on nothing that the step log names: callbacks in after_step, or code "
         "around the loop."
     ]
+    others = [value for rank, value in seconds.items() if rank != slowest]
+    is_alone = bool(others) and seconds[slowest] > 2 * max(others)
+    if is_alone:
+        evidence.append(
+            f"No other rank spent more than {max(others) / facts.wall_s:.0%} of the time so: they waited for it."
+        )
     fixes = [
         build_fix("call it every tenth step", facts.tokens_per_s, 0.9 * share),
         build_fix("move it out of the loop, or into a thread that does not need the GIL", facts.tokens_per_s, share),
     ]
-    return build_finding("callbacks", share, evidence, fixes)
+    return build_finding("callbacks", share, evidence, fixes, rank=slowest if is_alone else None)

@@ -1,26 +1,22 @@
-"""Causes of which ranks waiting for each other are the symptom: a slow rank, unequal work, the network, a pipeline.
+"""Causes of which ranks waiting for each other are the symptom: a slow rank, unequal work, the network.
 
 Enters: `RunFacts`. Leaves: candidates for findings, whatever their share. A rank that waits in a collective may wait
-for the network or for a rank that is late. So the rank that waits *least* in a step tells what the network takes, and
-the rank with the longest work of its own why the others wait; only then is anything blamed on communication. Chapter 6.
+for the network or for a rank that is late. So the rank that waits *least* in an exchange tells what the network takes,
+and the rank with the longest work of its own why the others wait; only then is anything blamed on communication. In a
+pipeline only ranks of one stage have the same work: `pipeline` tells what its stages wait for. Chapter 6.
 """
 
 from __future__ import annotations
 
 from statistics import mean, median, quantiles
 
-from vlmcourse.layout import find_layout
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, build_fix
-from vlmcourse.monitor.diagnosis.operators import estimate_start_s
+from vlmcourse.monitor.diagnosis.pipeline import communication_beyond_bubble, pipeline_degree, stage_of_ranks
 from vlmcourse.monitor.profile_summary import name_steps
-from vlmcourse.planner.schedules import ideal_bubble_fraction
-
-
-def pipeline_degree(facts: RunFacts) -> int:
-    """Return the stages of the run's pipeline; 1 where there is none or nothing is known."""
-    return 1 if facts.config is None else facts.config.parallel.pp
+from vlmcourse.planner.efficiency_loss import shared_wait_s
+from vlmcourse.strategies import DEEPSPEED, SHARDED
 
 
 def find_slow_rank(facts: RunFacts) -> Finding | None:
@@ -28,13 +24,22 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
 
     Its fast steps (lower quartile) are held against what is usual for the others (median), in seconds by FLOPs, and of
     both halves of the run the one counts in which the difference is smaller: what disturbs now one rank and now another
-    does not count, and neither does more work. A slow rank is slow in its best steps too, and all the time.
+    does not count, and neither does more work. A slow rank is slow in its best steps too, and all the time. In a
+    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged.
     """
-    if len(facts.ranks) == 1 or pipeline_degree(facts) > 1:
+    stages = stage_of_ranks(facts)
+    groups = [ranks for stage in set(stages.values()) if len(ranks := [r for r in stages if stages[r] == stage]) > 1]
+    if not groups:
         return None
     work = _work_by_step(facts)
-    pace = {rank: [compute_s(r) / work[r.step][rank] for _, r in facts.records(rank)] for rank in facts.ranks}
-    slowest = max(pace, key=lambda rank: median(pace[rank]))
+    pace_of_all = {rank: [compute_s(r) / work[r.step][rank] for _, r in facts.records(rank)] for rank in facts.ranks}
+    usual = {rank: median(values) for rank, values in pace_of_all.items()}
+    most = [max(ranks, key=lambda rank: usual[rank]) for ranks in groups]
+    excess = [
+        usual[slow] - median(usual[r] for r in ranks if r != slow) for slow, ranks in zip(most, groups, strict=True)
+    ]
+    which = excess.index(max(excess))
+    slowest, pace = most[which], {rank: pace_of_all[rank] for rank in groups[which]}
     usual_work = median(work[step][slowest] for step in work)
     half = len(work) // 2
     halves = [_compare_pace({r: values[part] for r, values in pace.items()}, slowest) for part in _halves(half)]
@@ -47,7 +52,7 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
         *_describe_waits(facts, slowest),
     ]
     if _knows_work(facts):
-        total = {rank: sum(of_rank[rank] for of_rank in work.values()) for rank in facts.ranks}
+        total = {rank: sum(of_rank[rank] for of_rank in work.values()) for rank in pace}
         ratio = total[slowest] / median(value for rank, value in total.items() if rank != slowest)
         evidence.append(
             f"Its work is {ratio:.2f} x that of the others (FLOPs of tiles and positions), already allowed for."
@@ -78,16 +83,16 @@ def _compare_pace(pace: dict[int, list[float]], slowest: int) -> tuple[float, fl
 def find_imbalance(facts: RunFacts) -> Finding | None:
     """Look for steps in which one rank has more FLOPs than the mean rank, whichever it is; balance would save the rest.
 
-    What it costs is the smaller of two numbers: what the FLOPs predict at the run's usual pace, and by how much longer
-    the slowest rank really computed.
+    What it costs is the smaller of two numbers: what the FLOPs predict at the pace of the ranks that have fewer, and by
+    how much longer the rank with the most really computed. At its own pace a slow machine would count as work.
     """
     if len(facts.ranks) == 1 or pipeline_degree(facts) > 1 or not _knows_work(facts):
         return None
     work = _work_by_step(facts)
-    pace = median(compute_s(record) / work[record.step][rank] for rank, record in facts.records())
+    heaviest = {step: max(of_rank, key=lambda rank, w=of_rank: w[rank]) for step, of_rank in work.items()}
+    pace = median(compute_s(r) / work[r.step][rank] for rank, r in facts.records() if rank != heaviest[r.step])
     predicted_s = pace * sum(max(of_rank.values()) - mean(of_rank.values()) for of_rank in work.values())
     own_s = {step: {rank: compute_s(record) for rank, record in ranks.items()} for step, ranks in facts.steps.items()}
-    heaviest = {step: max(of_rank, key=lambda rank, w=of_rank: w[rank]) for step, of_rank in work.items()}
     measured_s = sum(own_s[step][heaviest[step]] - mean(own_s[step].values()) for step in work)
     share = max(0.0, min(predicted_s, measured_s)) / facts.wall_s
     counts = {rank: list(heaviest.values()).count(rank) for rank in facts.ranks}
@@ -150,7 +155,7 @@ def _compare_work(facts: RunFacts, heavy: int) -> str:
 
 def find_communication(facts: RunFacts) -> Finding | None:
     """Look at the time in which even the rank that waits least waits: data are on their way."""
-    if len(facts.ranks) == 1 or pipeline_degree(facts) > 1:
+    if len(facts.ranks) == 1:
         return None
     if not facts.tells_communication and facts.profile is None:
         facts.notes.append(
@@ -158,16 +163,11 @@ def find_communication(facts: RunFacts) -> Finding | None:
             "(profile.active = 3): its summary in the run's folder is read here"
         )
         return None
+    if pipeline_degree(facts) > 1:
+        return communication_beyond_bubble(facts)
     share, evidence = _look_at_waits(facts)
     strategy = facts.config.parallel.strategy if facts.config is not None else ""
-    accumulation = facts.config.train.accumulation_steps if facts.config is not None else 1
-    fixes = [
-        build_fix(
-            f"train.accumulation_steps = {2 * accumulation}: as many exchanges for twice the samples (a larger batch)",
-            facts.tokens_per_s,
-            share / 2,
-        )
-    ]
+    fixes = [_fewer_exchanges(facts, share)]
     if strategy == "ddp" and facts.config is not None and facts.config.parallel.compression == "none":
         fixes.append(
             build_fix(
@@ -190,6 +190,29 @@ def find_communication(facts: RunFacts) -> Finding | None:
     return build_finding("communication", share, evidence, fixes, detail=strategy)
 
 
+def _fewer_exchanges(facts: RunFacts, share: float) -> Fix:
+    """Return the fix that lets an exchange serve twice the samples: it depends on how often the strategy exchanges."""
+    config = facts.config
+    if config is None:
+        return build_fix("fewer exchanges: more samples for each", facts.tokens_per_s, share / 2)
+    parallel, train = config.parallel, config.train
+    if parallel.tp > 1 or parallel.cp > 1:
+        # Activations are exchanged in every layer: their bytes grow with the samples, only the number does not.
+        what = "as many exchanges in the layers for twice the samples (latency is saved, bytes are not; more memory)"
+        return build_fix(
+            f"train.micro_batch_size = {2 * train.micro_batch_size}: {what}", facts.tokens_per_s, share / 2
+        )
+    if parallel.strategy in SHARDED or DEEPSPEED.get(parallel.strategy, 0) >= 2:  # ZeRO stage 2: gradients as they come
+        what = "exchanges come with every micro-batch, so as many for twice the samples (a larger batch, more memory)"
+        return build_fix(
+            f"train.micro_batch_size = {2 * train.micro_batch_size}: {what}", facts.tokens_per_s, share / 2
+        )
+    what = "as many exchanges for twice the samples (a larger batch)"
+    return build_fix(
+        f"train.accumulation_steps = {2 * train.accumulation_steps}: {what}", facts.tokens_per_s, share / 2
+    )
+
+
 def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
     """Return the share of waits of the rank that waits least, and what shows it: the log, or only a profile can."""
     if not facts.tells_communication and facts.profile is not None:
@@ -202,70 +225,21 @@ def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
             f"{1e3 * of_rank.exposed_s / len(facts.profile.steps):.1f} ms a step; "
             f"{1e3 * hidden_s / len(facts.profile.steps):.1f} ms more hide behind computing."
         ]
-    shared_s = sum(min(r.communication_s or 0.0 for r in ranks.values()) for ranks in facts.steps.values())
+    single = {step: shared_wait_s([r.waits_s for r in ranks.values()]) for step, ranks in facts.steps.items()}
+    sums = {step: min(r.communication_s or 0.0 for r in ranks.values()) for step, ranks in facts.steps.items()}
+    shared_s = sum(sums[step] if found is None else found for step, found in single.items())
     share = shared_s / facts.wall_s
     own_s = median(compute_s(record) for _, record in facts.records())
+    each_s = 1e3 * shared_s / len(facts.steps)
+    waited = (
+        f"In each step even the rank that waits least waits {each_s:.1f} ms on the mean, {share:.0%} of the time. That "
+        "is an upper bound of what data take on their way: its waits are not known one by one, and ranks that are late "
+        "at different exchanges of a step count as well."
+        if None in single.values()
+        else f"Even the rank that waits least in an exchange waits {each_s:.1f} ms a step on the mean, {share:.0%} of "
+        "the time: no rank is late then, data are on their way."
+    )
     return share, [
-        f"In each step even the rank that waits least waits {1e3 * shared_s / len(facts.steps):.1f} ms on the mean, "
-        f"{share:.0%} of the time: no rank is late then, data are on their way.",
+        waited,
         f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
     ]
-
-
-def find_bubble(facts: RunFacts) -> Finding | None:
-    """Look at the time in which the stages of a pipeline wait for each other."""
-    pp = pipeline_degree(facts)
-    if pp == 1 or facts.config is None or not facts.tells_communication:
-        return None
-    layout, train = find_layout(facts.config.parallel, len(facts.ranks)), facts.config.train
-    num_microbatches = max(record.micro_batches or train.accumulation_steps for _, record in facts.records())
-    waits_s = facts.sums(lambda record: record.communication_s)
-    share = mean(waits_s.values()) / facts.wall_s
-    stage_of = {rank: layout.coordinates(rank)["pp"] for rank in facts.ranks}
-    work_s = {
-        stage: median(compute_s(rec) for rank, rec in facts.records() if stage_of[rank] == stage) for stage in range(pp)
-    }
-    longest = max(work_s, key=lambda stage: work_s[stage])
-    equal_s, longest_s = mean(work_s.values()), work_s[longest]
-    schedule = facts.config.parallel.pp_schedule
-    ideal = ideal_bubble_fraction(schedule, pp, num_microbatches)
-    evidence = [
-        f"The ranks wait {share:.0%} of the time on the mean. {schedule} with {pp} stages and {num_microbatches} "
-        f"micro-batch(es) has a bubble of {ideal:.0%} even with equal stages.",
-        f"Stage {longest} computes {1e3 * longest_s:.1f} ms a step, the mean stage {1e3 * equal_s:.1f} ms.",
-    ]
-    fixes = _bubble_fixes(facts, num_microbatches, longest_s, equal_s)
-    apart = "parallel.pp = 1 with these ranks data-parallel, if one holds a whole model"
-    fixes.append(build_fix(apart, facts.tokens_per_s, share))
-    return build_finding("pipeline_bubble", share, evidence, fixes, detail=f"{num_microbatches} micro-batches")
-
-
-def _bubble_fixes(facts: RunFacts, num_microbatches: int, longest_s: float, equal_s: float) -> list[Fix]:
-    """Return what more micro-batches of as many samples would save, as far as starting their operations allows.
-
-    Args:
-        facts: of a pipeline's run.
-        num_microbatches: of a step now.
-        longest_s: what the stage that computes longest computes in a step.
-        equal_s: what each would, if all were equal.
-    """
-    assert facts.config is not None
-    pp, train = pipeline_degree(facts), facts.config.train
-    start_s = (estimate_start_s(facts) or 0.0) / pp
-    samples = train.micro_batch_size * train.accumulation_steps
-    most = max(2 * num_microbatches, 4 * pp)
-    counts = [n for n in range(num_microbatches + 1, most + 1) if samples % n == 0]
-
-    def step_s(work_s: float, count: int) -> float:
-        return (work_s + (count - num_microbatches) * start_s) * (count + pp - 1) / count
-
-    fixes = []
-    for work_s, also in ((longest_s, ""), (equal_s, ", and equal stages (parallel.adaptive = true moves layers)")):
-        best = min(counts, key=lambda count, work_s=work_s: step_s(work_s, count), default=None)
-        if best is not None and (removed := 1 - step_s(work_s, best) / facts.cycle_s) > 0:
-            what = (
-                f"train.accumulation_steps = {best}, train.micro_batch_size = {samples // best} (as many samples a "
-                f"step){also}"
-            )
-            fixes.append(build_fix(what, facts.tokens_per_s, removed))
-    return fixes

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.monitor.loggers.protocol import Row, RunInfo
+from vlmcourse.monitor.whole_file import replace_file
 
 JSONL_NAME, CSV_NAME = "log.jsonl", "log.csv"
 
@@ -134,7 +135,7 @@ class CsvLogger:
         with open(self._path, encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))[1:]
         filled = [row + [""] * (len(self._columns) - len(row)) for row in rows]
-        _replace(self._path, self._format([self._columns, *filled]))
+        replace_file(self._path, self._format([self._columns, *filled]))
 
     @staticmethod
     def _format(rows: Sequence[Sequence[Any]]) -> bytes:
@@ -172,15 +173,4 @@ def _keep_lines(path: Path, until_step: int | None, step_of: Callable[[str], int
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
     header, rows = whole[:num_header_lines], whole[num_header_lines:]
-    _replace(path, "".join(header + [line for line in rows if step_of(line) <= until_step]).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Give a file new content at once: whoever reads it sees the old or the new one."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    replace_file(path, "".join(header + [line for line in rows if step_of(line) <= until_step]).encode())

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from vlmcourse.monitor.whole_file import replace_file
+
 
 class Backend(Protocol):
     """What gives rows to a package."""
@@ -117,9 +119,7 @@ class KeptRun:
     def note(self, step: int) -> None:
         """Keep the number, and that rows up to this step are logged."""
         self.last_step = step
-        part = self._path.with_name(self._path.name + ".part")
-        part.write_text(json.dumps({"run_id": self.run_id, "last_step": step}), encoding="utf-8")
-        os.replace(part, self._path)
+        replace_file(self._path, json.dumps({"run_id": self.run_id, "last_step": step}))
 
 
 def serve(backend: Backend, name: str, messages: queue.Queue[dict[str, Any] | None], tell: Any) -> None:

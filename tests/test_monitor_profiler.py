@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -222,6 +223,24 @@ def test_a_disk_that_is_full_costs_the_trace_and_not_the_loop(tmp_path: Path, ca
         said.startswith("rank 0: no trace of this rank was written: torch wrote 0.0")
         and " free: make room there" in said
     )
+
+
+def test_a_trace_that_was_cut_off_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = profile.export_chrome_trace
+
+    def export_and_cut(self: profile, path: str, **options: Any) -> None:
+        export(self, path, **options)
+        os.truncate(path, Path(path).stat().st_size // 2 // 4096 * 4096 or 64)
+
+    monkeypatch.setattr(profile, "export_chrome_trace", export_and_cut)
+    with profile_steps(tmp_path, wait=0, warmup=1, active=1, ranks=ALONE) as profiler:
+        for _ in range(2):
+            torch.ones(2).sum()
+            profiler.step()
+    assert profiler.trace_path is None and list(tmp_path.iterdir()) == []
+    assert "no trace of this rank was written: torch wrote 0.0" in caplog.text
 
 
 def test_a_run_that_fails_says_what_becomes_of_its_profile(

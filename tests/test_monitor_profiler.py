@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,12 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def end_step(trainer: Trainer) -> None:
+    """Say to the profiler that a step has ended, which needs no report of it."""
+    step_done: Callable[..., None] = trainer.after_step[-1]
+    step_done()
+
+
 def test_a_disk_that_is_full_costs_the_trace_and_not_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = run_alone(tmp_path, wait=0, warmup=1, active=1)
     folder = profile_folder(trainer.config)
@@ -214,8 +220,7 @@ def test_a_disk_that_is_full_costs_the_trace_and_not_the_loop(tmp_path: Path, ca
         for _ in range(3):
             for _ in range(1000):
                 torch.ones(2).sum()
-            for each in trainer.after_step:
-                each()
+            end_step(trainer)
             num_steps += 1
     assert num_steps == 3 and list(folder.iterdir()) == [], "nothing half-written, nothing of an earlier profile"
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -256,7 +261,7 @@ def test_a_run_that_fails_says_what_becomes_of_its_profile(
         with pytest.raises(KeyboardInterrupt), profile_training(trainer):
             for _ in range(num_steps):
                 torch.ones(2).sum()
-                trainer.after_step[-1]()
+                end_step(trainer)
             raise KeyboardInterrupt
         said += [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     folder = profile_folder(trainer.config)

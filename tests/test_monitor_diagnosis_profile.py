@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from handmade_traces import gpu_trace, rank_trace, span
 from made_up_logs import GIB, only, write_log
 
 from vlmcourse import cli
+from vlmcourse.commands.diagnose import describe_gain
 from vlmcourse.monitor.diagnosis import Diagnosis, diagnose, thresholds
+from vlmcourse.monitor.diagnosis.findings import build_fix
 from vlmcourse.monitor.profile_summary import (
     PROFILE_FOLDER,
     SUMMARY_JSON,
@@ -295,3 +298,11 @@ def test_fixes_say_how_far_off_they_may_be(tmp_path: Path) -> None:
     modelled = only(diagnose(write_log(tmp_path / "modelled", waits))).fixes[0]
     error = thresholds.MODEL_ERRORS["communication"]
     assert modelled.uncertainty_share == pytest.approx(error * modelled.saved_share)
+
+
+def test_an_upper_end_that_says_nothing_is_left_out() -> None:
+    unsure = dataclasses.replace(build_fix("a fix", 100.0, 0.76), uncertainty_share=0.25)
+    assert unsure.gain_range[1] == math.inf and describe_gain(unsure) == "+317%, at least +104%"
+    sure = dataclasses.replace(build_fix("a fix", 100.0, 0.5), uncertainty_share=0.1)
+    assert sure.gain_range == pytest.approx((1 / 0.6 - 1, 1 / 0.4 - 1))
+    assert describe_gain(sure) == "+100%, +67% to +150%"

@@ -247,6 +247,9 @@ def test_a_rank_that_has_not_begun_is_named(tmp_path: Path, clock: Clock) -> Non
     clock.now_s = end_of(1) + 15
     run.write_event("evaluation", 1, 14.0)
     assert "rank 1 is silent: it has ended no step" in list_remarks(LiveRun(tmp_path, clock).read())
+    clock.now_s = end_of(1) + 217
+    remarks = list_remarks(LiveRun(tmp_path, clock).read())
+    assert remarks[0] == "no rank has ended a step for 217 s", "a rank without any does not count as one of just now"
 
 
 def test_lines_that_are_none_are_passed_over_and_named(tmp_path: Path, clock: Clock) -> None:

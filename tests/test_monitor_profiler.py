@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 from profiler_worker import CASES, DIAGNOSED, FIRST_STEP, LONG_SLEEP_S, NUM_STEPS, SLEEP_S
 from ranks import run_worker
+from torch.profiler import profile
 
 from vlmcourse import cli
 from vlmcourse.config import ConfigError, parse_config
@@ -19,11 +24,12 @@ from vlmcourse.monitor.profiler import profile_steps
 from vlmcourse.monitor.trace_activity import interval_of, read_activities, read_step_spans
 from vlmcourse.monitor.trace_files import STEP_PREFIX, find_format_problems, read_traces
 from vlmcourse.monitor.trace_merge import ABOUT, MERGED_NAME, read_merged
-from vlmcourse.monitor.trace_summary import EXPOSED, IDLE, TraceSummary, summarise
+from vlmcourse.monitor.trace_summary import EXPOSED, IDLE, TraceSummary, summarise, summarise_folder
 from vlmcourse.parallel.overlap import intersect, subtract, total_s
 from vlmcourse.parallel.phases import PHASE_PREFIX, phase
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.spans import BACKWARD, DATA_WAIT, FORWARD, LANES, OPTIMIZER, PHASES
+from vlmcourse.train.profiling import SUMMARY_NAME, profile_folder, profile_training
 from vlmcourse.train.trainer import Trainer
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
@@ -184,6 +190,85 @@ def test_an_earlier_profile_is_replaced_and_a_loop_that_fails_leaves_none(tmp_pa
     assert path.name.startswith("rank0000.") and path.name.endswith(".pt.trace.json")
     [trace] = read_traces(tmp_path)
     assert {event["name"] for event in trace.events if event.get("name", "").startswith(STEP_PREFIX)} == {"step 8"}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond 64 KiB, and writing more fails as on a full disk: in C++ too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def end_step(trainer: Trainer) -> None:
+    """Say to the profiler that a step has ended, which needs no report of it."""
+    step_done: Callable[..., None] = trainer.after_step[-1]
+    step_done()
+
+
+def test_a_disk_that_is_full_costs_the_trace_and_not_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = run_alone(tmp_path, wait=0, warmup=1, active=1)
+    folder = profile_folder(trainer.config)
+    folder.mkdir(parents=True)
+    for name in (SUMMARY_NAME, SUMMARY_JSON, MERGED_NAME):
+        (folder / name).write_text("of an earlier profile", encoding="utf-8")
+    num_steps = 0
+    with full_disk(), profile_training(trainer):
+        for _ in range(3):
+            for _ in range(1000):
+                torch.ones(2).sum()
+            end_step(trainer)
+            num_steps += 1
+    assert num_steps == 3 and list(folder.iterdir()) == [], "nothing half-written, nothing of an earlier profile"
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        said.startswith("rank 0: no trace of this rank was written: torch wrote 0.0")
+        and " free: make room there" in said
+    )
+
+
+def test_a_trace_that_was_cut_off_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = profile.export_chrome_trace
+
+    def export_and_cut(self: profile, path: str, **options: Any) -> None:
+        export(self, path, **options)
+        os.truncate(path, Path(path).stat().st_size // 2 // 4096 * 4096 or 64)
+
+    monkeypatch.setattr(profile, "export_chrome_trace", export_and_cut)
+    with profile_steps(tmp_path, wait=0, warmup=1, active=1, ranks=ALONE) as profiler:
+        for _ in range(2):
+            torch.ones(2).sum()
+            profiler.step()
+    assert profiler.trace_path is None and list(tmp_path.iterdir()) == []
+    assert "no trace of this rank was written: torch wrote 0.0" in caplog.text
+
+
+def test_a_run_that_fails_says_what_becomes_of_its_profile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = run_alone(tmp_path, wait=0, warmup=1, active=1)
+    said: list[str] = []
+    said_by_stop: list[int] = []  # which takes a while: a rank that is interrupted may be killed in it
+    stop = profile.stop
+    monkeypatch.setattr(profile, "stop", lambda self: said_by_stop.append(len(caplog.records)) or stop(self))
+    for num_steps in (1, 2):
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt), profile_training(trainer):
+            for _ in range(num_steps):
+                torch.ones(2).sum()
+                end_step(trainer)
+            raise KeyboardInterrupt
+        said += [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    folder = profile_folder(trainer.config)
+    assert len(said) == 2 and said_by_stop[0] == 1 and not trainer.after_step
+    assert said[0].startswith(f"no trace was written to {folder}: the loop ended after 1 of the 2 steps that ")
+    assert said[1].startswith(f"the run ended before its traces were merged; they lie in {folder}, and ")
+    assert summarise_folder(folder).steps == (2,), "as the message says"
 
 
 @pytest.mark.parametrize(

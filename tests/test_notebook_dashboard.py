@@ -7,6 +7,7 @@ import itertools
 import threading
 import xml.dom.minidom
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_of_many_ranks_those_that_matter_are_drawn() -> None:
     ranks[3] = RankView(rank=3, step=0, since_step_s=None, step_s=None, phases_s={}, own_s=None, problem="behind")
     assert [rank.rank for rank in choose_ranks(ranks)] == [3, *range(64 - MOST_RANKS + 1, 64)]
     html = draw_run(RunView(folder="many", state=RUNNING, step=1, world_size=64, ranks=ranks))
-    assert "48 more ranks are not drawn" in html and "behind" in html
+    assert "48 more ranks are not drawn" in html and "no step yet, behind<" in html
     points = [(step, float(step)) for step in range(1, 1001)]
     assert len(thin(points, 100)) == 100 and thin(points, 100)[0] == points[0] and thin(points, 100)[-1] == points[-1]
 
@@ -78,6 +79,9 @@ def test_memory_by_owner_is_drawn_where_the_log_has_it() -> None:
         and "weights 3.0 GB" in html
         and "none" not in html.split("by owner")[-1]
     )
+    setting = "logging.memory_owners = true"
+    assert setting in draw_run(RunView(folder="f", state=RUNNING, losses=[(1, 2.0)])), "where it has not, what to set"
+    assert setting not in draw_run(RunView(folder="f", state=RUNNING, losses=[(1, 2.0)], owners_bytes={"weights": 1}))
 
 
 def ends_with(dashboard: Dashboard, words: str) -> bool:
@@ -117,6 +121,22 @@ def test_an_earlier_run_is_shown_until_the_next_one_begins_and_ends_nothing(tmp_
     assert ends_with(shown, "finished") and of_cell.is_watching
     of_cell.end("its cell has ended")
     assert not of_cell.is_watching and "</b>: finished</div>" in of_cell.value
+
+
+def test_a_folder_that_no_run_writes_to_is_named_and_which_one_to_give(tmp_path: Path) -> None:
+    HandmadeRun(tmp_path / "tiny").write_step(1)
+    missed = Dashboard(tmp_path / "tniy", is_of_cell=True)
+    assert "waiting for its first step; there is no run yet in this folder" in missed.value
+    assert "run.output_dir/run.name" in missed.value
+    missed.end("its cell has ended")
+    for said in (unescape(missed.value), repr(missed)):
+        assert "its cell has ended; no run has written here: " in said
+        assert "tniy' is not there: give the folder that a run writes to, run.output_dir/run.name; runs are in" in said
+        assert str(tmp_path / "tiny") in said
+    earlier = Dashboard(tmp_path / "tiny", is_of_cell=True)
+    earlier.end("its cell has ended")
+    for said in (unescape(earlier.value), repr(earlier)):
+        assert "its cell has ended, and none of its runs has written here; an earlier one has: give the folder" in said
 
 
 def test_a_dashboard_ends_when_the_run_stops_and_when_nothing_comes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from rich.console import Console
 from rich.table import Table
@@ -76,6 +77,7 @@ def build_table(found: Diagnosis) -> Table:
 
 
 def describe_gain(fix: Fix) -> str:
-    """Return what a fix gains, with the range that its uncertainty leaves."""
+    """Return what a fix gains, with the range that its uncertainty leaves; without an upper end that says nothing."""
     low, high = fix.gain_range
-    return f"{fix.gain_fraction:+.0%}, {low:+.0%} to {high:+.0%}"
+    between = f"{low:+.0%} to {high:+.0%}" if math.isfinite(high) else f"at least {low:+.0%}"
+    return f"{fix.gain_fraction:+.0%}, {between}"

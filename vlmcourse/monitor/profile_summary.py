@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmcourse.monitor.rank_spread import describe_slowest, find_slowest
+from vlmcourse.monitor.whole_file import replace_file
 
 PROFILE_FOLDER, SUMMARY_JSON = "profile", "summary.json"
 """In a run's folder, and in that one."""
@@ -186,7 +187,7 @@ def describe_operators(of_rank: RankTime, profile: TraceSummary) -> str:
 def write_summary(summary: TraceSummary, folder: str | Path) -> Path:
     """Write a summary as `summary.json` into a profile's folder; return its path."""
     path = Path(folder) / SUMMARY_JSON
-    path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
     return path
 
 

@@ -7,13 +7,15 @@
 
 Leaves: `rank0000.<time>.pt.trace.json` a rank, as TensorBoard's profiler plugin (torch-tb-profiler) and Perfetto read
 them. In it stand, besides operators and kernels, `step 12` around each recorded step, the phases that
-`parallel.phases.phase` marks, and barriers by which `monitor.trace_merge` puts the ranks on one clock. Chapter 6.
+`parallel.phases.phase` marks, and barriers by which `monitor.trace_merge` puts the ranks on one clock. A trace that
+cannot be written, on a full disk, does not stop the loop: a warning says so once, and why. Chapter 6.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +27,12 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 from vlmcourse.monitor.trace_files import CLOCK_MARK, STEP_PREFIX, TRACE_ENDING, rank_name
 from vlmcourse.parallel.ranks import Ranks, init_ranks
+from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.values import check_counts
 
 logger = logging.getLogger(__name__)
+UNFINISHED = ".tmp"
+"""torch's ending of a trace that it has not yet written to its end."""
 CLOCK_ROUNDS = 8
 """Barriers before the first recorded step, and as many after the last: each narrows how far clocks may be apart."""
 
@@ -38,7 +43,7 @@ class StepProfiler:
     def __init__(self, folder: Path, ranks: Ranks, wait: int, warmup: int, active: int, first_step: int) -> None:
         self.ranks = ranks
         self.trace_path: Path | None = None
-        """This rank's trace, once it is written."""
+        """This rank's trace, once it is written; None for good where it could not be, which a warning says."""
         self._folder, self._first_step = folder, first_step
         self._begin, self._end = wait + warmup, wait + warmup + active
         self._num_done = 0
@@ -84,12 +89,22 @@ class StepProfiler:
         """End; `profile_steps` does it.
 
         Args:
-            failed: whether the loop raised: then what was recorded so far is thrown away.
+            failed: whether the loop raised: then what was recorded so far is thrown away, and a warning says so, since
+                a trace without its last barriers cannot be put on the other ranks' clock.
 
         Raises:
             RuntimeError: if the loop made fewer steps than the schedule takes, so that there is no whole trace.
         """
         is_short = self._num_done < self._end
+        if is_short and failed:  # before the profiler is stopped: an interrupted rank may not live so long
+            logger.warning(
+                "no trace was written to %s: the loop ended after %d of the %d steps that the schedule takes (the last "
+                "%d are recorded), and what was recorded is thrown away; a lower wait or active has one sooner",
+                self._folder,
+                self._num_done,
+                self._end,
+                self._end - self._begin,
+            )
         if is_short:
             self._profiler.on_trace_ready = None
         if self._open_step is not None:
@@ -117,13 +132,16 @@ class StepProfiler:
     def _remove_earlier(self) -> None:
         """Take away an earlier profile's files, before the barriers behind which ranks write new ones."""
         if self.ranks.is_main and self._folder.is_dir():
-            for path in self._folder.glob(f"*{TRACE_ENDING}"):
+            for path in [*self._folder.glob(f"*{TRACE_ENDING}"), *self._folder.glob(f"*{TRACE_ENDING}{UNFINISHED}")]:
                 path.unlink()
 
     def _write(self, profiler: profile) -> None:
-        name = rank_name(self.ranks.rank)
-        tensorboard_trace_handler(str(self._folder), worker_name=name)(profiler)
-        self.trace_path = max(self._folder.glob(f"{name}.*{TRACE_ENDING}"), key=lambda path: path.stat().st_mtime_ns)
+        """Write the trace; a loop whose trace cannot be written goes on."""
+        try:
+            self.trace_path = _write_trace(self._folder, rank_name(self.ranks.rank), profiler)
+        except (OSError, RuntimeError) as error:  # RuntimeError is what torch makes of an OSError
+            logger.warning("rank %d: no trace of this rank was written: %s", self.ranks.rank, error)
+            return
         logger.info("rank %d: wrote %s", self.ranks.rank, self.trace_path)
 
 
@@ -170,6 +188,36 @@ def profile_steps(
         failed = False
     finally:
         profiler.stop(failed=failed)
+
+
+def _write_trace(folder: Path, name: str, profiler: profile) -> Path:
+    """Write what was recorded; return the file.
+
+    torch says nothing when it cannot write: it leaves `<file>.tmp`, or a file that ends in the middle.
+
+    Raises:
+        OSError: if it was not written whole; then nothing of it is left.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = set(folder.glob(f"{name}.*"))
+    tensorboard_trace_handler(str(folder), worker_name=name)(profiler)
+    made = sorted(set(folder.glob(f"{name}.*")) - earlier)
+    if len(made) == 1 and made[0].name.endswith(TRACE_ENDING) and _is_whole(made[0]):
+        return made[0]
+    written_bytes = sum(path.stat().st_size for path in made)
+    for path in made:
+        path.unlink()
+    raise OSError(
+        f"torch wrote {show_bytes(written_bytes)} of it into {folder} and no more, without a reason; with that removed "
+        f"the disk has {show_bytes(shutil.disk_usage(folder).free)} free: make room there, or lower profile.active"
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a trace ends as it should: a disk that is full cuts it off."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:

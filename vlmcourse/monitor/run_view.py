@@ -223,7 +223,8 @@ def list_remarks(view: RunView) -> list[str]:
         said.append(f"the run has stopped after step {view.step} without a result: its process has ended")
     silent = [rank for rank in view.ranks if rank.problem == "silent"]
     if silent and len(silent) == len(view.ranks) and len(view.ranks) > 1:
-        quiet_s = min(rank.since_step_s or 0.0 for rank in silent)
+        # a rank that never ended a step says nothing of how long ago the last step of any was
+        quiet_s = min((rank.since_step_s for rank in silent if rank.since_step_s is not None), default=0.0)
         reasons = "an evaluation, a checkpoint, or ranks that wait for each other; files do not say which"
         is_even = all(rank.step == view.step for rank in silent)
         said.append(f"no rank has ended a step for {quiet_s:.0f} s" + (f": {reasons}" if is_even else ""))

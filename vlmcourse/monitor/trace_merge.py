@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.monitor.trace_files import CLOCK_MARK, Event, RankTrace, read_traces, split_nested
+from vlmcourse.monitor.whole_file import replace_file
 from vlmcourse.parallel.overlap import GLOO
 
 MERGED_NAME = "all_ranks.json"
@@ -55,9 +56,10 @@ def merge_folder(folder: str | Path) -> Path:
     Raises:
         FileNotFoundError: if traces are missing.
         ValueError: if they cannot be merged.
+        OSError: if it cannot be written; then nothing of it is left.
     """
     path = Path(folder) / MERGED_NAME
-    path.write_text(json.dumps(merge_traces(read_traces(folder)), separators=(",", ":")), encoding="utf-8")
+    replace_file(path, json.dumps(merge_traces(read_traces(folder)), separators=(",", ":")))
     return path
 
 

@@ -21,7 +21,7 @@ import psutil
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from vlmcourse.monitor.live_run import LiveRun
+from vlmcourse.monitor.live_run import LiveRun, find_run_problem
 from vlmcourse.monitor.run_view import FINISHED, RUNNING, STOPPED, WAITING, RunView, list_remarks
 from vlmcourse.notebook.dashboard_drawing import draw_run
 
@@ -158,29 +158,38 @@ class Dashboard(widgets.HTML):
 
     def _draw(self) -> None:
         """Give the widget its text; only a change is sent to the browser."""
+        view = RunView(folder=str(self.folder), state=WAITING) if self._hides else self.view
+        self.value = draw_run(view, self._heading())
+
+    def _heading(self) -> str:
+        """Say how the run stands; of a folder that no run has written to, which one to give."""
+        state, folder = HEADINGS[self.view.state], "give the folder that a run writes to, run.output_dir/run.name"
         if self._hides:
-            view = RunView(folder=str(self.folder), state=WAITING)
-            self.value = draw_run(view, self.end_reason or "waiting for a run; the one that is there is an earlier one")
-            return
-        heading = HEADINGS[self.view.state]
-        if self.end_reason and self.view.state == STOPPED and self.end_reason != heading:
-            heading = f"{heading}: {self.end_reason}"
-        elif self.end_reason and self.view.state != FINISHED:
-            heading = self.end_reason
-        self.value = draw_run(self.view, heading)
+            if self.end_reason:
+                return f"{self.end_reason}, and none of its runs has written here; an earlier one has: {folder}"
+            return "waiting for a run; the one that is there is an earlier one"
+        if self.view.state == WAITING and (problem := find_run_problem(self.folder)):
+            if self.end_reason:
+                return f"{self.end_reason}; no run has written here: {problem}"
+            return f"{state}; there is no run yet in this folder, which must be its run.output_dir/run.name"
+        if self.end_reason and self.view.state == STOPPED and self.end_reason != state:
+            return f"{state}: {self.end_reason}"
+        return self.end_reason if self.end_reason and self.view.state != FINISHED else state
 
     def __repr__(self) -> str:
         """Say the same in words, where no widget can be shown."""
-        view = self.view
-        head = f"{self.folder}: {self.end_reason or HEADINGS[view.state]}, step {view.step}"
-        return "\n".join([head, *list_remarks(view)])
+        if self._hides or self.view.state == WAITING:
+            return f"{self.folder}: {self._heading()}"
+        head = f"{self.folder}: {self.end_reason or HEADINGS[self.view.state]}, step {self.view.step}"
+        return "\n".join([head, *list_remarks(self.view)])
 
 
 def watch_run(folder: str | Path, *, every_s: float = EVERY_S) -> Dashboard:
     """Return a widget that shows a run's folder as it fills; put it at the end of a cell, before the one that trains.
 
     It shows loss and tokens/s by step, and for every rank a bar of its steps by phase and one of its memory; it names
-    the slowest rank, and ranks that are behind or silent. The folder need not be there yet; a run that has ended there
+    the slowest rank, and ranks that are behind or silent. Memory by owner (weights, gradients, optimizer state) is
+    drawn where the run has `logging.memory_owners = true`. The folder need not be there yet; a run that has ended there
     is shown until the next one begins. It ends by itself when a run that it saw has ended, or its cell was interrupted.
 
     Args:

@@ -25,6 +25,7 @@ HATCH = (
     '<circle cx="4" cy="4" r="1.4" fill="#fff"/></pattern></defs>'
 )
 """Over the optimizer's colour, as in all figures: in grey it is nearly that of other phases."""
+NO_OWNERS = "memory by owner: not in this run's log; logging.memory_owners = true writes it"
 LABELS = {
     "data_wait": "waits for data",
     "forward": "forward",
@@ -59,6 +60,8 @@ def draw_run(view: RunView, heading: str = "") -> str:
         parts.append(_draw_ranks(view))
     if any(view.owners_bytes.values()):
         parts.append(_draw_owners(view.owners_bytes))
+    elif view.losses and not view.owners_bytes:
+        parts.append(f"<div>{NO_OWNERS}</div>")
     parts += [f"<div>{escape(remark[:1].upper() + remark[1:])}.</div>" for remark in list_remarks(view)]
     return f'<div style="{PAPER}">{"".join(parts)}</div>'
 
@@ -179,7 +182,8 @@ def _draw_rank(rank: RankView, top: int, per_second: float, per_byte: float) -> 
             f'<rect x="{MEMORY_LEFT}" y="{top + 2}" width="{per_byte * size:.1f}" height="{ROW - 5}" fill="{colour}"/>'
         )
     length = "no step yet" if rank.step_s is None else f"{1e3 * rank.step_s:,.0f} ms"
-    state = f", {rank.problem} {rank.since_step_s or 0.0:.0f} s" if rank.problem else ""
+    since = "" if rank.since_step_s is None else f" {rank.since_step_s:.0f} s"
+    state = f", {rank.problem}{since}" if rank.problem else ""
     return (
         f'<text x="0" y="{middle:.0f}" fill="{ink}">rank {rank.rank}</text>{"".join(parts)}'
         f'<text x="{left + 5:.1f}" y="{middle:.0f}" fill="{ink}">{length}{state}</text>'

@@ -20,11 +20,11 @@ PARTS = {f"{phase}_s": (colour, phase.replace("_", " ")) for phase, colour in PH
 
 
 def plot_trace(trace: Mapping[str, Any], rank: int = 0) -> Figure:
-    """Draw a trace: GPU use of all ranks, memory of one, and its steps by part.
+    """Draw a trace: GPU use of all ranks, loaders' CPUs and memory of one, and its steps by part.
 
     Args:
-        trace: `memory_limit_gb`, and `ranks`: of each rank a dict of lists by step, with `gpu_percent`, `memory_gb`
-            (10^9 bytes) and seconds under the keys of `PARTS`.
+        trace: `memory_limit_gb`, and `ranks`: of each rank a dict of lists by step, with `gpu_percent`,
+            `loader_cpu_percent`, `memory_gb` (10^9 bytes) and seconds under the keys of `PARTS`.
         rank: whose steps and memory are drawn.
 
     Returns:
@@ -42,7 +42,9 @@ def plot_trace(trace: Mapping[str, Any], rank: int = 0) -> Figure:
     for number, each in enumerate(ranks):
         colour = COLOURS["loss"] if number == rank else COLOURS["idle"]
         use.plot(steps, each["gpu_percent"], color=colour, lw=1.4 if number == rank else 1, zorder=2 + (number == rank))
-    use.set(ylabel="GPU use (%)", ylim=(0, 105), title=f"Rank {rank} in black, {len(ranks) - 1} others in grey")
+    use.plot(steps, one["loader_cpu_percent"], color=COLOURS["weights"], lw=1.2, ls="--")
+    lines = f"GPU of rank {rank} in black, of {len(ranks) - 1} others in grey; dashed: CPUs that load for it"
+    use.set(ylabel="use (%)", ylim=(0, 105), title=lines)
     memory.plot(steps, one["memory_gb"], color=COLOURS["weights"], lw=1.4)
     memory.axhline(trace["memory_limit_gb"], color=COLOURS["loss"], lw=1, ls=":")
     memory.set(ylabel="memory\n(GB)", ylim=(0, 1.1 * trace["memory_limit_gb"]))

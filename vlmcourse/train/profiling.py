@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.monitor.profile_summary import PROFILE_FOLDER
+from vlmcourse.monitor.profile_summary import PROFILE_FOLDER, SUMMARY_JSON
 from vlmcourse.monitor.profiler import profile_steps
+from vlmcourse.monitor.trace_merge import MERGED_NAME
 from vlmcourse.monitor.trace_summary import summarise_folder
+from vlmcourse.monitor.whole_file import replace_file
 from vlmcourse.parallel.comm import wait_for_all
 from vlmcourse.train.folder import run_folder
 from vlmcourse.values import ConfigError
@@ -65,19 +67,35 @@ def profile_training(trainer: Any) -> Iterator[None]:
     counts = {"wait": profile.wait, "warmup": profile.warmup, "active": profile.active}
     with profile_steps(folder, **counts, ranks=trainer.ranks, first_step=trainer.step + 1) as profiler:
         trainer.after_step.append(profiler.after_step)
+        has_ended = False
         try:
             yield
+            has_ended = True
         finally:
             trainer.after_step.remove(profiler.after_step)
+            if not has_ended and profiler.trace_path is not None and trainer.ranks.is_main:
+                logger.warning(
+                    "the run ended before its traces were merged; they lie in %s, and "
+                    "vlmcourse.monitor.trace_summary.summarise_folder(%r) merges them",
+                    folder,
+                    str(folder),
+                )
     wait_for_all(trainer.ranks)  # all traces are written
     if trainer.ranks.is_main:
-        _write_summary(folder)
+        _write_summary(folder, is_written=profiler.trace_path is not None)
 
 
-def _write_summary(folder: Path) -> None:
-    """Merge and summarise; a run whose traces cannot be merged has still trained."""
+def _write_summary(folder: Path, *, is_written: bool) -> None:
+    """Merge and summarise; a run whose traces cannot be merged has still trained.
+
+    Args:
+        folder: of the traces.
+        is_written: whether this rank's trace is there; where not, that has been said.
+    """
     try:
-        summary = summarise_folder(folder)
-        (folder / SUMMARY_NAME).write_text(f"{summary}\n", encoding="utf-8")
+        for name in (SUMMARY_NAME, SUMMARY_JSON, MERGED_NAME):  # of an earlier profile: not to be taken for this one's
+            (folder / name).unlink(missing_ok=True)
+        if is_written:
+            replace_file(folder / SUMMARY_NAME, f"{summarise_folder(folder)}\n")
     except (OSError, ValueError) as error:
         logger.warning("the traces in %s were not merged: %s", folder, error)

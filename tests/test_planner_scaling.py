@@ -147,6 +147,8 @@ def test_gustafson_finds_what_was_put_in() -> None:
     assert fit.serial_fraction == pytest.approx(0.15) and fit.residual_fraction < 1e-9 and "15.0 %" in str(fit)
     with pytest.raises(ValueError, match="needs those of 1 rank"):
         fit_gustafson(times[1:])
+    assert "poor" not in str(fit)
+    assert str(fit_gustafson([RankTimes(num_ranks=n, step_s=(n**2,) * 2) for n in (1, 2, 8)])).endswith("from it")
 
 
 # --- What can be told -----------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def graded_trace(number: int, seed: int = VISIBLE_SEED, num_cases: int = NUM_CAS
     Raises:
         ValueError: if there is no such trace.
     """
-    if not isinstance(number, int) or not 0 <= number < num_cases:
+    if not hasattr(number, "__index__") or not 0 <= number < num_cases:
         raise ValueError(f"number = {number!r}: the check asks about traces 0 to {num_cases - 1}; choose one of these")
     return copy.deepcopy(_make_cases(seed, num_cases)[number].trace)
 

@@ -97,7 +97,11 @@ class LastPaying:
     """False where the fit is poor: then `num_ranks` is the largest measured number that still paid."""
 
     def __str__(self) -> str:
-        none = f"over {MAX_RANKS}" if self.is_fitted else "more than were measured"
+        if not self.is_fitted and self.high is None:
+            return (
+                f"{self.num_ranks} ranks and more: all measured ones pay; the law fits too poorly to say how many more"
+            )
+        none = f"over {MAX_RANKS}"
         value, low, high = (none if n is None else str(n) for n in (self.num_ranks, self.low, self.high))
         noun = "rank" if self.num_ranks == 1 else "ranks"
         notes = ["beyond what was measured"] if self.is_extrapolated else []

@@ -204,9 +204,7 @@ def test_a_poor_fit_is_not_asked_where_ranks_stop_paying_and_growth_is_not_calle
     assert said.startswith("step times grow with the ranks (p =") and "cores and memory that ranks share" in said
     all_pay = [replace(one, step_s=(0.08 if one.num_ranks < 4 else 0.1,) * 3) for one in times]
     last = estimate_last_paying(all_pay, replace(fit, residual_fraction=0.2))
-    assert (last.num_ranks, last.high) == (4, None) and str(last).startswith(
-        "4 ranks and more: all that were measured pay"
-    )
+    assert (last.num_ranks, last.high) == (4, None) and str(last).startswith("4 ranks and more: all measured ones pay")
 
 
 def test_what_was_measured_goes_before_a_good_fit() -> None:

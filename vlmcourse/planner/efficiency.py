@@ -1,7 +1,8 @@
 """How much of a datasheet's peak a device reaches: matrix products by their sizes, all else by memory traffic.
 
-Enters: a `DeviceSpec`, sizes. Leaves: seconds. Few constants, `Speeds`, each with a meaning; how they were fitted and
-what error they leave on rows held back is in `bench/planner_efficiency.md`. Chapter 7.
+Enters: a `DeviceSpec`, sizes. Leaves: seconds. Few constants, `Speeds`, each with a meaning, fitted on published runs of
+MPT models on one node of 8 A100 or H100 (MosaicML's llm-foundry, 2023), with a fused attention of that year; how, and
+what error they leave on rows held back, is in `bench/planner_efficiency.md`. Chapter 7.
 
 A product of [rows, inner] with [inner, columns] runs in tiles of the result, as many at once as the device has units
 (a GPU's streaming multiprocessors): the last wave may leave units idle. Each tile first loads its operands, so short
@@ -29,25 +30,28 @@ class Speeds:
 
     product_fraction: float
     """Of the peak, by products that are large in every size."""
-    half_inner: float = 128.0
-    """Inner size at which products reach half of that."""
-    attention_fraction: float = 0.45
+    attention_fraction: float
     """Of the peak, by fused attention, forward and backward, of those FLOPs that the mask leaves."""
-    memory_fraction: float = 0.8
-    """Of the memory's bandwidth, by everything else."""
+    half_inner: float = 148.0
+    """Inner size at which products reach half of what large ones do."""
+    memory_fraction: float = 0.55
+    """Of the memory's bandwidth, by everything else; how many kernels move the same bytes again is in here too."""
     launch_s: float = 6e-6
-    """Between the starts of two operations that Python gives a device."""
+    """Between the starts of two operations that Python gives a device; assumed, no row that was fitted is so small."""
+    lost_fraction: float = 0.47
+    """Of the time in which a device sends beside computing, what computing loses: both use its units and its memory."""
     tile: int = TILE
 
 
-AMPERE = Speeds(product_fraction=0.80)
-HOPPER = Speeds(product_fraction=0.65)
-OTHERS = Speeds(product_fraction=0.75)
+AMPERE = Speeds(product_fraction=0.77, attention_fraction=0.31)
+HOPPER = Speeds(product_fraction=0.60, attention_fraction=0.185)
+OTHERS = Speeds(product_fraction=0.70, attention_fraction=0.25)
+"""A guess between the two: no public rows of these devices were fitted."""
 SPEEDS: dict[str, Speeds] = {
     **dict.fromkeys(("a100-40", "a100-80", "a800-80"), AMPERE),
     **dict.fromkeys(("h100", "h100-96", "h100-pcie", "h200"), HOPPER),
 }
-"""By device. Where a device is not here no public rows were fitted, and `OTHERS` is taken."""
+"""By device: A100 40 and 80 GB and H100 SXM were fitted, the others of their generations are taken to reach as much."""
 
 
 def speeds_of(device: DeviceSpec) -> Speeds:

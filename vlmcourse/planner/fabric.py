@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from vlmcourse.planner.hardware import get_device
-from vlmcourse.planner.network import Link, ring_messages, ring_sent_bytes
+from vlmcourse.planner.network import RING_PASSES, Link, ring_messages, ring_sent_bytes
 from vlmcourse.presets import Cluster
 
 NVLINK_LATENCY_S, PCIE_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 5.7e-6, 14.0e-6
@@ -127,7 +127,8 @@ class Fabric:
         messages, sent = ring_messages(kind, group.num_ranks), ring_sent_bytes(kind, payload_bytes, group.num_ranks)
         if group.num_nodes == 1 or self.network is None:
             return messages * self.node.latency_s + sent / self.node.bytes_per_s
-        crossing = messages * group.num_nodes / group.num_ranks
+        # A part that goes around once crosses each border between nodes at most once.
+        crossing = RING_PASSES[kind] * min(group.num_nodes, group.num_ranks - 1)
         latency_s = crossing * self.network.latency_s + (messages - crossing) * self.node.latency_s
         return latency_s + sent / self._rate(group)
 
@@ -182,7 +183,7 @@ def fabric_of(cluster: Cluster, link_fraction: float = LINK_FRACTION) -> Fabric:
     )
 
 
-def exposed_s(communication_s: float, computing_s: float, num_parts: int) -> float:
+def exposed_s(communication_s: float, computing_s: float, num_parts: int, lost_fraction: float = 0.0) -> float:
     """Return what communication in equal parts adds to the computing that it runs beside.
 
     A part can be sent when its share of the computing is done (or, of what is gathered ahead, is needed before it), one
@@ -193,8 +194,10 @@ def exposed_s(communication_s: float, computing_s: float, num_parts: int) -> flo
         communication_s: of all parts.
         computing_s: of all shares.
         num_parts: such as gradient buckets, or layers whose weights are gathered; 1 hides nothing.
+        lost_fraction: of the hidden time, what the computing takes longer.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts = {num_parts}: must be 1 or more")
     end_s = max(computing_s + communication_s / num_parts, communication_s + computing_s / num_parts)
-    return end_s - computing_s
+    shown_s = end_s - computing_s
+    return shown_s + lost_fraction * (communication_s - shown_s)

@@ -12,6 +12,7 @@ the same way: see `fabric.exposed_s`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from vlmcourse.planner import shapes
 from vlmcourse.planner.activations import Workload
@@ -193,6 +194,7 @@ def _stage_cost(
     )
 
 
+@lru_cache(maxsize=1024)
 def _recomputed(policy: str, num_blocks: int) -> tuple[int, int]:
     """Return how many of a stage's blocks run again whole, and how many only in what is no product."""
     segments = plan_segments(policy, num_blocks) if num_blocks else []
@@ -277,7 +279,7 @@ def _shard_s(
     ranks: Ranks, held: dict[str, int], trained: int, beside_s: tuple[float, float], num_units: int
 ) -> tuple[float, float]:
     """What gathering and scattering with every micro-batch adds to a forward and a backward."""
-    plan, fabric = ranks.plan, ranks.fabric
+    plan, fabric, lost = ranks.plan, ranks.fabric, ranks.compute.speeds.lost_fraction
     degree = plan.dp_shard * ranks.settings.cp
     if degree == 1 or plan.zero_stage < 2:
         return 0.0, 0.0
@@ -292,7 +294,7 @@ def _shard_s(
     scatter_s = 0.0
     if ranks.settings.gradient_sync == "every" and trained:
         scatter_s = seconds("reduce-scatter", trained * plan.recipe.gradient_bytes)
-    forward_s = exposed_s(gather_s, beside_s[0], num_units) if gather_s else 0.0
+    forward_s = exposed_s(gather_s, beside_s[0], num_units, lost) if gather_s else 0.0
     backward_s = gather_s if beside_s[1] else 0.0
     backward_s += scatter_s
-    return forward_s, exposed_s(backward_s, beside_s[1], num_units) if backward_s else 0.0
+    return forward_s, exposed_s(backward_s, beside_s[1], num_units, lost) if backward_s else 0.0

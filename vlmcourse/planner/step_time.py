@@ -191,7 +191,8 @@ def _data_parallel_s(ranks: Ranks, mine: list[StageCost]) -> tuple[float, float]
     if not trained or not exchanges:
         return 0.0, after_s if trained else 0.0
     beside_s = sum(cost.input_total_s + cost.weight_s for cost in mine)
-    return exposed_s(sum(exchanges), beside_s, max(1, round(gradient_bytes / BUCKET_BYTES))), after_s
+    num_buckets = max(1, round(gradient_bytes / BUCKET_BYTES))
+    return exposed_s(sum(exchanges), beside_s, num_buckets, ranks.compute.speeds.lost_fraction), after_s
 
 
 def _optimizer_s(ranks: Ranks, num_trained: int) -> float:

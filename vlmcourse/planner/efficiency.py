@@ -1,8 +1,8 @@
 """How much of a datasheet's peak a device reaches: matrix products by their sizes, all else by memory traffic.
 
-Enters: a `DeviceSpec`, sizes. Leaves: seconds. Few constants, `Speeds`, each with a meaning, fitted on published runs of
-MPT models on one node of 8 A100 or H100 (MosaicML's llm-foundry, 2023), with a fused attention of that year; how, and
-what error they leave on rows held back, is in `bench/planner_efficiency.md`. Chapter 7.
+Enters: a `DeviceSpec`, sizes. Leaves: seconds. Few constants, `Speeds`, each with a meaning, fitted on published runs
+of MPT models on one node of 8 A100 or H100 (MosaicML's llm-foundry, 2023), with a fused attention of that year; how,
+and what error they leave on rows held back, is in `bench/planner_efficiency.md`. Chapter 7.
 
 A product of [rows, inner] with [inner, columns] runs in tiles of the result, as many at once as the device has units
 (a GPU's streaming multiprocessors): the last wave may leave units idle. Each tile first loads its operands, so short

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vlmcourse.planner import shapes
-from vlmcourse.planner.activations import Workload
 from vlmcourse.planner.context_traffic import estimate_attention_traffic
-from vlmcourse.planner.fabric import Fabric, exposed_s, group_of
+from vlmcourse.planner.fabric import exposed_s, group_of
 from vlmcourse.planner.layer_times import (
-    Compute,
     LayerTime,
     head_time,
     language_layer_time,
@@ -27,39 +25,9 @@ from vlmcourse.planner.layer_times import (
     projector_time,
     vision_layer_time,
 )
-from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.stages import StageSplit
-from vlmcourse.presets import VLMShape
+from vlmcourse.planner.step_settings import Ranks
 from vlmcourse.recompute import plan_segments
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What a step depends on beside a `Plan`."""
-
-    grad_accum_steps: int = 1
-    """Micro-batches of one optimizer step; those of a pipeline too."""
-    schedule: str = "1f1b"
-    """Of the pipeline: a name in `schedules.SCHEDULES`."""
-    sequence_parallel: bool = True
-    """Whether the ranks of a tp group split norms and residuals of the language tower too."""
-    cp: int = 1
-    """Ranks that share each sequence; they come on top of the plan's ranks."""
-    cp_method: str = "ring"
-    """ring, allgather or ulysses."""
-    gradient_sync: str = "every"
-    """With which micro-batches ZeRO-2 and 3 scatter gradients: every (as the plan's memory counts them) or last."""
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name} = {getattr(self, name)}: must be 1 or more"
-            for name in ("grad_accum_steps", "cp")
-            if getattr(self, name) < 1
-        ]
-        if self.gradient_sync not in ("every", "last"):
-            wrong.append(f"gradient_sync = {self.gradient_sync!r}: choose every or last")
-        if wrong:
-            raise ValueError("; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -85,37 +53,18 @@ class StageCost:
     """That this rank's data-parallel group holds, before any sharding."""
     all_params: int
 
+    overhead_s: float = 0.0
+    """Of `StepSettings.micro_batch_overhead_s`, in forward."""
+
     @property
     def forward_total_s(self) -> float:
         """Seconds of a forward."""
-        return self.forward_s + self.tensor_s[0] + self.context_s[0] + self.shard_s[0]
+        return self.overhead_s + self.forward_s + self.tensor_s[0] + self.context_s[0] + self.shard_s[0]
 
     @property
     def input_total_s(self) -> float:
         """Seconds of a backward without the gradients of weights."""
         return self.input_s + self.recompute_s + self.tensor_s[1] + self.context_s[1] + self.shard_s[1]
-
-
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """All that the times of a stage depend on, but for the stage."""
-
-    plan: Plan
-    settings: StepSettings
-    model: VLMShape
-    workload: Workload
-    fabric: Fabric
-    compute: Compute
-
-    @property
-    def num_tokens(self) -> float:
-        """Positions of a micro-batch on one context rank."""
-        return self.plan.micro_batch_size * self.workload.seq_len / self.settings.cp
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of a micro-batch that one rank encodes; context ranks share them, the last may fill up with blanks."""
-        return -(-self.plan.micro_batch_size * self.workload.tiles_per_sample // self.settings.cp)
 
 
 def stage_costs(ranks: Ranks, split: StageSplit) -> list[StageCost]:
@@ -191,6 +140,7 @@ def _stage_cost(
         units,
         trained,
         sum(held.values()),
+        ranks.settings.micro_batch_overhead_s,
     )
 
 
@@ -293,7 +243,11 @@ def _shard_s(
         gather_s = seconds("all-gather", sum(held.values()) * plan.recipe.weight_bytes)
     scatter_s = 0.0
     if ranks.settings.gradient_sync == "every" and trained:
-        scatter_s = seconds("reduce-scatter", trained * plan.recipe.gradient_bytes)
+        gradient_bytes = trained * plan.recipe.gradient_bytes
+        scatter_s = seconds("reduce-scatter", gradient_bytes)
+        if plan.dp_replicate > 1:
+            group = group_of(plan.dp_replicate, degree * plan.tp, fabric.devices_per_node)
+            scatter_s += seconds("all-reduce", gradient_bytes / degree)
     forward_s = exposed_s(gather_s, beside_s[0], num_units, lost) if gather_s else 0.0
     backward_s = gather_s if beside_s[1] else 0.0
     backward_s += scatter_s

@@ -19,6 +19,7 @@ PARTS = (
     "tensor_parallel",
     "context_parallel",
     "sharding",
+    "overhead",
     "data_parallel",
     "optimizer",
     "waiting",

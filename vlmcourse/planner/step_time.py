@@ -21,14 +21,17 @@ from vlmcourse.planner.fabric import Fabric, exposed_s, fabric_of, group_of
 from vlmcourse.planner.flops import TOWERS, Work, count_step_flops
 from vlmcourse.planner.hardware import DeviceSpec, get_device
 from vlmcourse.planner.layer_times import Compute
+from vlmcourse.planner.offload_cost import estimate_offload_cost, machine_of
+from vlmcourse.planner.offload_memory import estimate_offloaded_memory
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS
-from vlmcourse.planner.schedules import SCHEDULES
-from vlmcourse.planner.stage_times import Ranks, StageCost, StepSettings, stage_costs
+from vlmcourse.planner.schedules import SCHEDULES, stages_of_rank
+from vlmcourse.planner.stage_times import StageCost, stage_costs
 from vlmcourse.planner.stages import StageSplit, split_evenly
 from vlmcourse.planner.step_result import PARTS, StepTime
+from vlmcourse.planner.step_settings import Ranks, StepSettings
 from vlmcourse.planner.timeline import StageTimes, Timeline, simulate_timeline
-from vlmcourse.presets import Cluster, VLMShape
+from vlmcourse.presets import Cluster, LanguageShape, VisionShape, VLMShape
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's default; see `step_timeline.py`."""
@@ -61,13 +64,21 @@ def estimate_step_time(
 
     Raises:
         ValueError: if the device or the schedule is not known, the device has no hardware path for the plan's type, the
-            plan needs a network that the cluster does not have, or a pipeline cannot run so many micro-batches.
+            plan needs a network that the cluster does not have, a pipeline has no order for so many micro-batches, or
+            the optimizer is offloaded in a pipeline, which is not described.
     """
     workload, settings = workload or Workload(), settings or StepSettings()
     device = device or get_device(cluster.device)
     compute = _compute(device, speeds or speeds_of(device), plan.recipe.compute_dtype, plan.recipe.compute_bytes)
     fabric = fabric or fabric_of(cluster)
-    ranks = Ranks(plan, settings, model, workload, fabric, compute)
+    machine = None
+    if plan.offload_optimizer:
+        if plan.pp > 1:
+            raise ValueError(
+                f"offload_optimizer with pp = {plan.pp}: its time is not described; set pp = 1, or leave it"
+            )
+        machine = machine_of(cluster)
+    ranks = Ranks(plan, settings, model, workload, fabric, compute, machine)
     if plan.pp == 1:
         costs = stage_costs(ranks, split_whole(model))
         timeline = None
@@ -95,6 +106,12 @@ def _compute(device: DeviceSpec, speeds: Speeds, dtype: str, element_bytes: int)
     return Compute(device, speeds, dtype, element_bytes)
 
 
+def decoder_alone(language: LanguageShape, name: str = "decoder") -> VLMShape:
+    """Return a shape with a language tower alone: no vision layers, no projector; use it with 0 tiles a sample."""
+    nothing = VisionShape(image_size_px=1, patch_size_px=1, num_layers=0, hidden_size=1, num_heads=1, mlp_size=1)
+    return VLMShape(name=name, vision=nothing, language=language, image_token_id=0)
+
+
 @lru_cache(maxsize=256)
 def split_whole(model: VLMShape) -> StageSplit:
     """Return the split of one stage."""
@@ -118,13 +135,17 @@ def _known(schedule: str) -> str:
 def _play(ranks: Ranks, costs: list[StageCost], split: StageSplit) -> Timeline:
     """Play the pipeline's order with the times of its stages and the messages between them."""
     plan, settings, model = ranks.plan, ranks.settings, ranks.model
-    inner = plan.dp_degree * settings.cp * plan.tp
-    crosses = inner >= ranks.fabric.devices_per_node
+    # The pipeline is the outermost axis: its ranks are this many ranks apart.
+    apart, of_node = plan.dp_degree * settings.cp * plan.tp, ranks.fabric.devices_per_node
+    owner = {stage: r for r in range(plan.pp) for stage in stages_of_rank(settings.schedule, plan.pp, r)}
+    node = [owner[stage] * apart // of_node for stage in range(split.num_stages)]
     text = ranks.num_tokens * model.language.hidden_size / (plan.tp if settings.sequence_parallel else 1)
     images = ranks.num_tiles * (1 + model.vision.num_patches) * model.vision.hidden_size
+    fusion = split.fusion_stage
     messages_s = [
         ranks.fabric.send_s(
-            ranks.compute.element_bytes * (text if stage >= split.fusion_stage else images), crosses_nodes=crosses
+            ranks.compute.element_bytes * (text if stage >= fusion else images),
+            crosses_nodes=node[stage] != node[stage + 1],
         )
         for stage in range(split.num_stages - 1)
     ]
@@ -138,13 +159,11 @@ def _play(ranks: Ranks, costs: list[StageCost], split: StageSplit) -> Timeline:
 def _ranks_parts(ranks: Ranks, costs: list[StageCost], timeline: Timeline | None) -> tuple[Mapping[str, float], ...]:
     """Add up what each rank of the pipeline does, and what it waits for the slowest."""
     num = ranks.settings.grad_accum_steps
-    of_ranks = [[cost] for cost in costs]
-    if timeline is not None:
-        of_ranks = [[costs[s] for s in sorted({a.stage for a in of_rank})] for of_rank in timeline.order.ranks]
+    pp, schedule = ranks.plan.pp, ranks.settings.schedule
     found: list[dict[str, float]] = []
-    ends_s: list[float] = []
-    optimizer_s = [_optimizer_s(ranks, sum(cost.trained_params for cost in mine)) for mine in of_ranks]
-    for rank, mine in enumerate(of_ranks):
+    before_end_s, after_end_s = 0.0, 0.0
+    for rank in range(pp):
+        mine = costs if timeline is None else [costs[stage] for stage in stages_of_rank(schedule, pp, rank)]
         parts = {
             "forward": num * sum(cost.forward_s for cost in mine),
             "backward": num * sum(cost.input_s + cost.weight_s for cost in mine),
@@ -152,16 +171,17 @@ def _ranks_parts(ranks: Ranks, costs: list[StageCost], timeline: Timeline | None
             "tensor_parallel": num * sum(sum(cost.tensor_s) for cost in mine),
             "context_parallel": num * sum(sum(cost.context_s) for cost in mine),
             "sharding": num * sum(sum(cost.shard_s) for cost in mine),
+            "overhead": num * sum(cost.overhead_s for cost in mine),
         }
         finish_s = sum(parts.values()) if timeline is None else timeline.finish_s[rank]
         before_s, after_s = _data_parallel_s(ranks, mine)
-        parts |= {"data_parallel": before_s + after_s, "optimizer": optimizer_s[rank]}
-        ends_s.append(finish_s + before_s)
+        optimizer_s = _optimizer_s(ranks, sum(cost.trained_params for cost in mine), sum(parts.values()))
+        parts |= {"data_parallel": before_s + after_s, "optimizer": optimizer_s}
+        before_end_s = max(before_end_s, finish_s + before_s)
+        after_end_s = max(after_end_s, optimizer_s + after_s)
         found.append(parts)
     # Gradients are clipped by the norm of all of them, so all ranks step together.
-    step_s = max(ends_s) + max(
-        parts["optimizer"] + _data_parallel_s(ranks, mine)[1] for parts, mine in zip(found, of_ranks, strict=True)
-    )
+    step_s = before_end_s + after_end_s
     for parts in found:
         parts["waiting"] = max(0.0, step_s - sum(parts.values()))
     return tuple({name: parts[name] for name in PARTS} for parts in found)
@@ -185,7 +205,7 @@ def _data_parallel_s(ranks: Ranks, mine: list[StageCost]) -> tuple[float, float]
                 exchanges.append(fabric.estimate_s("reduce-scatter", gradient_bytes, group))
             if plan.zero_stage < 3:
                 after_s = fabric.estimate_s("all-gather", trained * plan.recipe.weight_bytes, group)
-        if plan.dp_replicate > 1:
+        if plan.dp_replicate > 1 and (plan.zero_stage == 1 or settings.gradient_sync == "last"):
             group = group_of(plan.dp_replicate, inside * shards, fabric.devices_per_node)
             exchanges.append(fabric.estimate_s("all-reduce", gradient_bytes / shards, group))
     if not trained or not exchanges:
@@ -195,9 +215,18 @@ def _data_parallel_s(ranks: Ranks, mine: list[StageCost]) -> tuple[float, float]
     return exposed_s(sum(exchanges), beside_s, num_buckets, ranks.compute.speeds.lost_fraction), after_s
 
 
-def _optimizer_s(ranks: Ranks, num_trained: int) -> float:
-    """Read and write what the optimizer keeps of this rank's share, and gradients twice more: for norm and zero."""
+def _optimizer_s(ranks: Ranks, num_trained: int, compute_s: float) -> float:
+    """Read and write what the optimizer keeps of this rank's share, and gradients twice more: for norm and zero.
+
+    What an offloaded one adds instead is `offload_cost.py`'s answer; copies hide behind `compute_s`.
+    """
     plan = ranks.plan
+    if plan.offload_optimizer:
+        assert ranks.machine is not None
+        memory = estimate_offloaded_memory(plan, ranks.model, ranks.workload, level="optimizer")[0]
+        num = ranks.settings.grad_accum_steps
+        cost = estimate_offload_cost(memory, plan, ranks.machine, level="optimizer", grad_accum_steps=num)
+        return cost.added_s(compute_s)
     recipe, kept = plan.recipe, plan.recipe.master_bytes + OPTIMIZERS[plan.optimizer]
     share = num_trained / (plan.dp_shard * ranks.settings.cp if plan.zero_stage else 1)
     weights = recipe.weight_bytes * (1 if recipe.master_bytes else 2)

@@ -98,6 +98,10 @@ def test_a_cluster_has_the_links_of_its_datasheets() -> None:
     assert fabric.network is not None and fabric.network.bytes_per_s == 50e9
     assert fabric_of(get_cluster("h100x8")).network is None
     assert fabric.send_s(50e9, crosses_nodes=True) == pytest.approx(1.0, rel=1e-3)
+    ethernet = fabric_of(get_cluster("h100x16"), 1.0, "ethernet").network
+    assert ethernet is not None and ethernet.latency_s > fabric.network.latency_s
+    with pytest.raises(ValueError, match="choose one of infiniband, roce, ethernet"):
+        fabric_of(get_cluster("h100x16"), 1.0, "carrier pigeon")
 
 
 def test_communication_hides_behind_computing_but_for_its_last_part() -> None:

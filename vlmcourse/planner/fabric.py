@@ -24,8 +24,11 @@ from vlmcourse.planner.hardware import get_device
 from vlmcourse.planner.network import RING_PASSES, Link, ring_messages, ring_sent_bytes
 from vlmcourse.presets import Cluster
 
-NVLINK_LATENCY_S, PCIE_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 5.7e-6, 14.0e-6
-"""Of one message of a ring."""
+NVLINK_LATENCY_S, PCIE_LATENCY_S = 3.4e-6, 5.7e-6
+"""Of one message of a ring inside a node."""
+NETWORK_LATENCIES_S = {"infiniband": 14.0e-6, "roce": 14.0e-6, "ethernet": 50.0e-6}
+"""Of one message between nodes. NCCL's model has one number for networks; that of plain Ethernet, whose messages go
+through the operating system, is a round guess: measure with `parallel/links.py`."""
 CALL_S = 8.4e-6
 """Of any collective, before its first message."""
 LINK_FRACTION = 0.8
@@ -158,27 +161,31 @@ class Fabric:
 
 
 @lru_cache(maxsize=64)
-def fabric_of(cluster: Cluster, link_fraction: float = LINK_FRACTION) -> Fabric:
+def fabric_of(cluster: Cluster, link_fraction: float = LINK_FRACTION, network: str = "infiniband") -> Fabric:
     """Return the links of a cluster as its datasheets have them, with what collectives reach of it.
 
     Args:
         cluster: its device must be a name in `hardware.DEVICES`.
         link_fraction: of the datasheets' bandwidth.
+        network: between nodes: infiniband, roce or ethernet.
 
     Raises:
-        ValueError: if the device is not known.
+        ValueError: if the device or the kind of network is not known.
     """
+    if network not in NETWORK_LATENCIES_S:
+        raise ValueError(f"network = {network!r}: choose one of {', '.join(NETWORK_LATENCIES_S)}")
     device = get_device(cluster.device)
     has_nvlink = device.link_bytes_per_s > device.host_link_bytes_per_s
-    network = None
+    between = None
     if cluster.network_bytes_per_s:
-        network = Link(latency_s=NETWORK_LATENCY_S, bytes_per_s=cluster.network_bytes_per_s * link_fraction)
+        bytes_per_s = cluster.network_bytes_per_s * link_fraction
+        between = Link(latency_s=NETWORK_LATENCIES_S[network], bytes_per_s=bytes_per_s)
     return Fabric(
         node=Link(
             latency_s=NVLINK_LATENCY_S if has_nvlink else PCIE_LATENCY_S,
             bytes_per_s=device.link_bytes_per_s * link_fraction,
         ),
-        network=network,
+        network=between,
         devices_per_node=cluster.devices_per_node,
     )
 

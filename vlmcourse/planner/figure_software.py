@@ -1,0 +1,90 @@
+"""What the frameworks behind published figures keep in memory, as few constants: derived from code, or fitted.
+
+Enters: what a table's row says of a run. Leaves: a `Software`. Derived: bytes of the output matrix and loss, packed
+queries, buckets, gather buffers (nanotron's code). Fitted on part of ../shared/figures' rows and judged on the rest by
+`bench/validate_planner.py`: the constants below with FITTED in their description. Chapter 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmcourse.planner.decoder_run import Software
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRule:
+    """Which rows of the playbook's table come from its first sweep; FITTED.
+
+    The table mixes two states of the software and does not say which row is which: with equal plans some rows have
+    kept the gathered inputs of tensor-parallel products (and, in pipelines, most of one more micro-batch), others not.
+    Large jobs were mostly run in the second sweep. The rule is right for about three rows in four.
+    """
+
+    one_stage_below: int = 1024
+    """Without a pipeline, first sweep where the run has fewer GPUs."""
+    two_stages_up_to: int = 16
+    four_stages_up_to: int = 128
+    more_stages_up_to: int = 256
+    pipeline_tp_below: int = 32
+    """With a pipeline, first sweep only where the tensor-parallel degree is less."""
+
+    def is_first(self, *, tp: int, pp: int, num_gpus: int) -> bool:
+        """Whether a plan's row is taken to be of the first sweep."""
+        if pp == 1:
+            return num_gpus < self.one_stage_below
+        largest = self.two_stages_up_to if pp == 2 else self.four_stages_up_to if pp <= 4 else self.more_stages_up_to
+        return tp < self.pipeline_tp_below and num_gpus <= largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanotronConstants:
+    """What is fitted of nanotron's memory; FITTED, all four."""
+
+    fixed_bytes: int = 300 * MIB
+    late_micro_batches: float = 0.8
+    """Of the first sweep."""
+    gathered_after: float = 2.5
+    """Of the first sweep."""
+    rule: SweepRule = SweepRule()
+
+
+def nanotron(
+    constants: NanotronConstants, *, tp: int, pp: int, num_gpus: int, grad_accum_steps: int
+) -> Software:
+    """Return what nanotron keeps in a run of the playbook's table.
+
+    The output matrix: logits in 16 bits and in fp32, and the loss's own fp32 copy, 10 bytes a token and word. The first
+    sweep held one fp32 copy of the micro-batch before until the next was through (4 more), and freed the 16-bit logits
+    and a copy early where there was one micro-batch only (2 less); both read off its rows with one pipeline stage.
+    """
+    is_first = constants.rule.is_first(tp=tp, pp=pp, num_gpus=num_gpus)
+    return Software(
+        name="nanotron, first sweep" if is_first else "nanotron, second sweep",
+        head_bytes=10.0 if not is_first or tp == 1 else 14.0 if grad_accum_steps > 1 else 8.0,
+        packed_qkv=True,
+        bucket_bytes=2,
+        late_gradient_bytes=2,
+        gather_buffers=2,
+        keeps_gathered=is_first,
+        gathered_after=constants.gathered_after if is_first else 0.0,
+        late_micro_batches=constants.late_micro_batches if is_first else 0.0,
+        fixed_bytes=constants.fixed_bytes,
+    )
+
+
+TORCHTITAN = Software(
+    name="torchtitan",
+    # 16-bit logits and their gradient, and in fp32 the cast, its log-softmax and the gradient of that.
+    head_bytes=16.0,
+)
+MEGATRON_DEEPSPEED = Software(
+    name="Megatron-DeepSpeed",
+    # Logits in 16 bits and fp32, and the loss's softmax in place.
+    head_bytes=10.0,
+    # FITTED by eye on the BigScience rows, which are what nvidia-smi shows: the CUDA context and what the allocator
+    # has cached are in them.
+    fixed_bytes=2048 * MIB,
+)

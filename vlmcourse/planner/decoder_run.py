@@ -41,6 +41,10 @@ class Software:
     """More micro-batches whose activations a pipeline's stage holds than its schedule asks for."""
     fixed_bytes: int = 0
     """Workspaces that do not grow with the run."""
+    layer_s: float = 0.0005
+    """Seconds of a layer, forward and backward, that no size makes less: kernels launched from Python."""
+    micro_batch_s: float = 0.0
+    """Seconds of each micro-batch, at every stage, that no size and no degree makes less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,11 @@ class DecoderRun:
             wrong.append(f"pp = {self.pp}: at most num_layers = {self.shape.num_layers} stages have a layer")
         if self.shape.num_heads % self.tp:
             wrong.append(f"tp = {self.tp}: must divide num_heads = {self.shape.num_heads}")
+        if self.shape.hidden_size % self.shape.num_heads or self.shape.num_heads % self.shape.num_kv_heads:
+            wrong.append(
+                f"num_heads = {self.shape.num_heads}: must divide hidden_size = {self.shape.hidden_size} and be a "
+                f"multiple of num_kv_heads = {self.shape.num_kv_heads}"
+            )
         if wrong:
             raise ValueError("; ".join(wrong))
 

@@ -43,9 +43,7 @@ def playbook_run(row: Mapping[str, str], constants: NanotronConstants | None = N
         raise Skip(f"model {row['model']!r}: its shape is not known; those of {', '.join(PLAYBOOK_SHAPES)} are")
     layers, width, heads, mlp, tied = PLAYBOOK_SHAPES[row["model"]]
     tp, pp, dp, accum = (count_of(row, name) for name in ("tp", "pp", "dp", "grad_accum"))
-    software = nanotron(
-        constants or NanotronConstants(), tp=tp, pp=pp, num_gpus=dp * tp * pp, grad_accum_steps=accum
-    )
+    software = nanotron(constants or NanotronConstants(), tp=tp, pp=pp, num_gpus=dp * tp * pp, grad_accum_steps=accum)
     return DecoderRun(
         shape=LanguageShape(
             vocab_size=PLAYBOOK_VOCAB,
@@ -135,25 +133,29 @@ class _Shape:
     group_column: str
 
 
+def _columns(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 SHAPES = {
     "playbook": _Shape(
-        frozenset("model gpus micro_batch grad_accum dp pp tp zero_stage tokens_s_gpu peak_gpu_mem_gb".split()),
+        _columns("model gpus micro_batch grad_accum dp pp tp zero_stage tokens_s_gpu peak_gpu_mem_gb"),
         _read_playbook,
         "model",
     ),
     "llm_foundry": _Shape(
-        frozenset(
-            "section model seq_len n_gpus gpu micro_batch grad_accum tokens_s_gpu precision sharding act_ckpt n_layers "
-            "d_model n_heads expansion vocab".split()
+        _columns(
+            "section model seq_len n_gpus gpu micro_batch grad_accum tokens_s_gpu precision sharding "
+            "act_ckpt n_layers d_model n_heads expansion vocab"
         ),
         _read_foundry,
         "section",
     ),
     "published": _Shape(
-        frozenset(
-            "group model n_layers hidden heads kv_heads ffn vocab gated_mlp vision_part seq_len micro_batch grad_accum "
-            "precision gpu n_gpus dp shard_mode tp pp cp act_ckpt peak_mem mem_unit tokens_s_gpu step_time_s "
-            "mfu_pct".split()
+        _columns(
+            "group model n_layers hidden heads kv_heads ffn vocab gated_mlp vision_part seq_len micro_batch "
+            "grad_accum precision gpu n_gpus dp shard_mode tp pp cp act_ckpt peak_mem mem_unit tokens_s_gpu "
+            "step_time_s mfu_pct"
         ),
         read_published,
         "group",

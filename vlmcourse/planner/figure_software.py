@@ -23,10 +23,10 @@ class SweepRule:
     Large jobs were mostly run in the second sweep. The rule is right for about three rows in four.
     """
 
-    one_stage_below: int = 1024
+    one_stage_below: int = 512
     """Without a pipeline, first sweep where the run has fewer GPUs."""
-    two_stages_up_to: int = 16
-    four_stages_up_to: int = 128
+    two_stages_up_to: int = 64
+    four_stages_up_to: int = 256
     more_stages_up_to: int = 256
     pipeline_tp_below: int = 32
     """With a pipeline, first sweep only where the tensor-parallel degree is less."""
@@ -41,19 +41,21 @@ class SweepRule:
 
 @dataclass(frozen=True, kw_only=True)
 class NanotronConstants:
-    """What is fitted of nanotron's memory; FITTED, all four."""
+    """What is fitted of nanotron's memory; FITTED."""
 
     fixed_bytes: int = 300 * MIB
-    late_micro_batches: float = 0.8
+    late_micro_batches: float = 0.4
     """Of the first sweep."""
     gathered_after: float = 2.5
     """Of the first sweep."""
+    layer_s: float = 0.0035
+    """Of a layer and a micro-batch, forward and backward, whatever its size."""
+    second_sweep_s: float = 0.78
+    """Of a micro-batch in the second sweep: its steps took about as long for each micro-batch whatever its size."""
     rule: SweepRule = SweepRule()
 
 
-def nanotron(
-    constants: NanotronConstants, *, tp: int, pp: int, num_gpus: int, grad_accum_steps: int
-) -> Software:
+def nanotron(constants: NanotronConstants, *, tp: int, pp: int, num_gpus: int, grad_accum_steps: int) -> Software:
     """Return what nanotron keeps in a run of the playbook's table.
 
     The output matrix: logits in 16 bits and in fp32, and the loss's own fp32 copy, 10 bytes a token and word. The first
@@ -72,6 +74,8 @@ def nanotron(
         gathered_after=constants.gathered_after if is_first else 0.0,
         late_micro_batches=constants.late_micro_batches if is_first else 0.0,
         fixed_bytes=constants.fixed_bytes,
+        layer_s=constants.layer_s,
+        micro_batch_s=0.0 if is_first else constants.second_sweep_s,
     )
 
 

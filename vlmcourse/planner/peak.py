@@ -1,13 +1,13 @@
 """The most memory that a rank of a decoder's run has allocated: by owner, at each moment of a step, for each stage.
 
 Enters: a `DecoderRun`. Leaves: `Peak`s. Memory is highest at one of these moments: when the output matrix's gradient
-is computed (all activations are kept, logits too), when the last layer goes backward, at the end of backward (whole
+is computed (all activations are kept, logits too), when the last layer goes backward, at the end of backward (all
 16-bit gradients), in the optimizer's step. The maximum over them and over the stages is what a device must have beside
 its CUDA context. Bytes of layers are derived tensor by tensor; what a framework keeps beside them is in `Software`.
-Text only: of a vision-language model's plan `memory.estimate_rank_memory` counts both towers, in less detail. Chapter 7.
+Text only: of a vision-language plan `memory.estimate_rank_memory` counts both towers, in less detail. Chapter 7.
 
-Source: Korthikanti et al. 2022 (arXiv:2205.05198) for the way of counting; Narayanan et al. 2021 (arXiv:2104.04473) for
-micro-batches in flight; nanotron's tensor-parallel functions, loss and gradient accumulator for what they keep.
+Source: Korthikanti et al. 2022 (arXiv:2205.05198) for the way of counting; Narayanan et al. 2021 (arXiv:2104.04473)
+for micro-batches in flight; nanotron's tensor-parallel functions, loss and gradient accumulator for what they keep.
 """
 
 from __future__ import annotations

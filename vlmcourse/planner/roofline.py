@@ -15,28 +15,27 @@ from vlmcourse.planner.hardware import DeviceSpec
 from vlmcourse.planner.peak import layer_bytes, stage_params
 
 RANKS_PER_NODE = 8
+HOPPER = ("h100", "h200")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
     """What fraction of a datasheet is reached; fitted on published rows."""
 
-    product_fraction: float = 0.72
+    product_fraction: float = 0.65
     """Of the peak, by large products."""
-    half_width: int = 450
+    half_width: float = 63
     """Columns of a rank's part of a matrix at which products reach half of that."""
-    traffic_passes: float = 3.0
+    traffic_passes: float = 5.2
     """Times that a layer's kept activations pass through the device's memory outside of products."""
-    link_fraction: float = 0.5
+    link_fraction: float = 0.9
     """Of the links inside a node, by collectives."""
-    network_bytes_per_s: float = 25e9
+    network_bytes_per_s: float = 50e9
     """Between nodes, for each GPU, one direction."""
-    layer_s: float = 0.0006
-    """Of a layer, forward and backward, that no size makes less: launches and waits."""
-
-    def scaled(self, **changes: float) -> Speeds:
-        """Return a copy with other values."""
-        return Speeds(**(vars(self) | changes))
+    network_latency_s: float = 0.00019
+    """Of a tensor-parallel collective between nodes, beside its bytes."""
+    hopper_fraction: float = 0.9
+    """Of `product_fraction`, on H100 and H200: under full load their clocks fall below the datasheet's."""
 
 
 def model_flops_per_token(run: DecoderRun) -> float:
@@ -68,6 +67,8 @@ def estimate_step_parts(run: DecoderRun, device: DeviceSpec, speeds: Speeds | No
     narrow = min(width, run.shape.mlp_size) / run.tp
     rate = device.peak_flop_per_s(run.precision.compute_dtype) * speeds.product_fraction
     rate *= narrow / (narrow + speeds.half_width)
+    if device.name in HOPPER:
+        rate *= speeds.hopper_fraction
     passes = 4 if run.recompute == "full" else 3
     layer_flops = tokens * (2.0 * run.layer_params + 4.0 * width * run.seq_len) / run.tp
     head_flops = 6.0 * tokens * run.vocab_params / run.tp if run.pp == 1 else 0.0
@@ -75,7 +76,7 @@ def estimate_step_parts(run: DecoderRun, device: DeviceSpec, speeds: Speeds | No
         "products": (passes * layers * layer_flops + head_flops) / rate,
         "traffic": speeds.traffic_passes * layers * layer_bytes(run) / device.memory_bytes_per_s,
         "tensor_parallel": layers * _tensor_parallel_s(run, device, speeds),
-        "launches": layers * speeds.layer_s,
+        "launches": layers * run.software.layer_s + run.software.micro_batch_s,
     }
     parts = {name: run.grad_accum_steps * seconds for name, seconds in one.items()}
     parts["bubble"] = (run.pp - 1) * sum(one.values())
@@ -100,7 +101,8 @@ def _tensor_parallel_s(run: DecoderRun, device: DeviceSpec, speeds: Speeds) -> f
     if run.tp == 1:
         return 0.0
     sent = 8.0 * run.num_tokens * run.shape.hidden_size * run.precision.compute_bytes * (1 - 1 / run.tp)
-    return sent / _link_bytes_per_s(run.tp, device, speeds)
+    latency_s = 8 * speeds.network_latency_s if run.tp > RANKS_PER_NODE else 0.0
+    return latency_s + sent / _link_bytes_per_s(run.tp, device, speeds)
 
 
 def _data_parallel_s(run: DecoderRun, device: DeviceSpec, speeds: Speeds, hidden_s: float) -> float:

@@ -2,9 +2,10 @@
 
     python bench/validate_planner.py FOLDER > bench/validate_planner.md      # half a minute on one core
 
-FOLDER holds playbook_h100.csv, llm_foundry.csv and published.csv. Half of the (model, GPUs) groups of the playbook and
-of llm-foundry, drawn with a fixed seed, are fitted to; the constants found there are printed, and the package has
-those, rounded. The other estimators are the arithmetic of their functions, on what they are told of a plan:
+FOLDER holds playbook_h100.csv, llm_foundry.csv and published.csv. The (model, GPUs) groups of the first two are drawn
+into four folds with a fixed seed; constants are fitted on three and judged on the fourth, four times. The package has
+what is found on all rows, rounded. Rows of published.csv were not fitted to, save one constant, by eye: BigScience's
+fixed bytes. The other estimators are the arithmetic of their functions, on what they are told of a plan:
 
 - DeepSpeed: `estimate_zero2_model_states_mem_needs` without offloading, 2 P + 18 P / ranks, P the parameters of one
   tensor- and pipeline-parallel part; it has none for stages 0 and 1, and is not made for most of these rows.
@@ -24,16 +25,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcourse.planner.figure_check import memory_pairs, predict_memory_bytes, predict_tokens_per_s
+from vlmcourse.planner.decoder_run import DecoderRun
+from vlmcourse.planner.figure_check import memory_pairs, predict_memory_bytes
 from vlmcourse.planner.figure_rows import PLAYBOOK_SHAPES, read_figures
-from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman
-from vlmcourse.planner.figure_software import MIB, NanotronConstants, SweepRule, nanotron
+from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman, percentile
+from vlmcourse.planner.figure_software import GIB, MIB, NanotronConstants, SweepRule, choose_sweep, of_sweep
 from vlmcourse.planner.figure_values import FigureRow
 from vlmcourse.planner.layer_activations import korthikanti_layer_bytes
-from vlmcourse.planner.peak import stage_params
+from vlmcourse.planner.peak import estimate_peak, stage_params
 from vlmcourse.planner.roofline import Speeds, estimate_tokens_per_s
 
 SEED = 0
+NUM_FOLDS = 4
+PUBLISHED_GROUPS = ("torchtitan", "BigScience 3D sweep")
 GRIDS: dict[str, Sequence[float]] = {
     "fixed_bytes": [size * MIB for size in (0, 100, 200, 300, 400, 600)],
     "late_micro_batches": (0.0, 0.4, 0.6, 0.8, 1.0),
@@ -41,10 +45,12 @@ GRIDS: dict[str, Sequence[float]] = {
 }
 RULE_GRIDS: dict[str, Sequence[int]] = {
     "one_stage_below": (128, 256, 512, 1024),
+    "one_stage_tp_from": (8, 16, 32, 64),
     "two_stages_up_to": (0, 8, 16, 32, 64),
     "four_stages_up_to": (32, 64, 128, 256),
     "more_stages_up_to": (64, 128, 256, 512),
     "pipeline_tp_below": (8, 16, 32, 64),
+    "fits_gib": (45, 55, 65, 70, 75, 80),
 }
 BOUNDS = {
     "product_fraction": (0.4, 0.9),
@@ -61,41 +67,70 @@ BOUNDS = {
 
 def with_constants(row: FigureRow, constants: NanotronConstants) -> FigureRow:
     """Return a playbook row whose run has other constants; other rows as they are."""
-    run = row.run
-    if run is None or row.group not in PLAYBOOK_SHAPES:
+    if row.run is None or row.group not in PLAYBOOK_SHAPES:
         return row
-    accum = run.grad_accum_steps
-    software = nanotron(constants, tp=run.tp, pp=run.pp, num_gpus=run.num_ranks, grad_accum_steps=accum)
-    return dataclasses.replace(row, run=dataclasses.replace(run, software=software))
+    return dataclasses.replace(row, run=choose_sweep(row.run, constants))
 
 
-def hold_back(rows: Sequence[FigureRow]) -> tuple[list[FigureRow], list[FigureRow]]:
-    """Split rows in halves by what their plan was chosen for: those to fit to, and those to judge by."""
+def fold_of(rows: Sequence[FigureRow]) -> list[int]:
+    """Return the fold of each row; rows whose plans were chosen for the same are of one fold."""
     choices = sorted({repr(row.choice) for row in rows})
     random.Random(SEED).shuffle(choices)
-    fitted = set(choices[: len(choices) // 2])
-    return [row for row in rows if repr(row.choice) in fitted], [row for row in rows if repr(row.choice) not in fitted]
+    folds = {choice: number % NUM_FOLDS for number, choice in enumerate(choices)}
+    return [folds[repr(row.choice)] for row in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Peaks:
+    """A row's run, its peak as of either sweep and as measured, in bytes."""
+
+    run: DecoderRun
+    first: float
+    second: float
+    measured: float
+
+    def error(self, rule: SweepRule) -> float:
+        """Return |predicted / measured - 1| under a rule."""
+        run = self.run
+        is_first = rule.is_first(tp=run.tp, pp=run.pp, num_gpus=run.num_ranks)
+        fits = self.first <= rule.fits_gib * GIB
+        return abs((self.first if is_first and fits else self.second) / self.measured - 1)
+
+
+def peaks_of(rows: Sequence[FigureRow], constants: NanotronConstants) -> list[_Peaks]:
+    """Return the peaks of rows, whichever sweep they are of."""
+    found: list[_Peaks] = []
+    for row in rows:
+        if row.run is not None and row.memory_bytes:
+            both = [
+                estimate_peak(of_sweep(row.run, constants, is_first=is_first), row.stage).total_bytes
+                for is_first in (True, False)
+            ]
+            found.append(_Peaks(row.run, both[0], both[1], row.memory_bytes))
+    return found
 
 
 def fit_memory(rows: Sequence[FigureRow]) -> NanotronConstants:
-    """Find nanotron's constants on a grid, one at a time, three times over: least median + a third of the p90."""
+    """Find nanotron's constants on a grid, one at a time, twice over: least median + a third of the p90."""
 
-    def score(constants: NanotronConstants) -> float:
-        median, p90 = error_summary(memory_pairs([with_constants(row, constants) for row in rows]))
-        return (median or 0.0) + (p90 or 0.0) / 3
+    def score(peaks: Sequence[_Peaks], rule: SweepRule) -> float:
+        errors = [peak.error(rule) for peak in peaks]
+        return statistics.median(errors) + percentile(errors, 90) / 3
 
     best = NanotronConstants()
-    for _ in range(3):
+    for _ in range(2):
         for name, grid in GRIDS.items():
-            best = min((dataclasses.replace(best, **{name: value}) for value in grid), key=score)
+            tried = [dataclasses.replace(best, **{name: value}) for value in grid]
+            best = min(tried, key=lambda constants: score(peaks_of(rows, constants), constants.rule))
+        peaks = peaks_of(rows, best)
         for name, grid in RULE_GRIDS.items():
             rules: list[SweepRule] = [dataclasses.replace(best.rule, **{name: value}) for value in grid]
-            best = min((dataclasses.replace(best, rule=rule) for rule in rules), key=score)
+            best = dataclasses.replace(best, rule=min(rules, key=lambda rule: score(peaks, rule)))
     return best
 
 
 def fit_speeds(
-    rows: Sequence[FigureRow], constants: NanotronConstants, num_tries: int
+    rows: Sequence[FigureRow], constants: NanotronConstants, num_tries: int = 200
 ) -> tuple[Speeds, NanotronConstants]:
     """Find `Speeds` and nanotron's own seconds by a random search: least mean of |log error|, each at most 1.5."""
     rng = random.Random(SEED)
@@ -159,71 +194,95 @@ def _cells(*numbers: float | None) -> str:
     return " | ".join("n/a" if number is None else f"{number:.1f}" for number in numbers)
 
 
-def memory_table(parts: dict[str, Sequence[FigureRow]]) -> list[str]:
-    """Return lines: the errors of each estimator on each part, median and 90th percentile."""
+def judge(
+    rows: Sequence[FigureRow], constants: NanotronConstants, speeds: Speeds
+) -> tuple[list[tuple[float, float]], list[tuple[Any, float, float]]]:
+    """Return predicted and measured peaks, and choice, predicted and measured tokens/s, of rows."""
+    changed = [with_constants(row, constants) for row in rows]
+    tokens = [
+        (row.choice, estimate_tokens_per_s(row.run, row.device, speeds), row.tokens_per_s)
+        for row in changed
+        if row.tokens_per_s and row.run is not None and row.device is not None
+    ]
+    return memory_pairs(changed), tokens
+
+
+def print_line(name: str, kind: str, pairs: list[tuple[float, float]], tokens: list[tuple[Any, float, float]]) -> None:
+    """Print a line of the first table: errors, rank correlation and regret."""
+    of_tokens = error_summary([(predicted, measured) for _, predicted, measured in tokens])
+    ranked, regret = mean_spearman(tokens), mean_regret_pct(tokens)
+    shown = "n/a" if ranked is None else f"{ranked:.2f}"
+    numbers = _cells(*error_summary(pairs), *of_tokens)
+    print(f"| {name} | {kind} | {len(pairs)} | {len(tokens)} | {numbers} | {shown} | {_cells(regret)} |")
+
+
+def print_held_back(tables: dict[str, list[FigureRow]]) -> None:
+    """Fit on three folds, judge on the fourth, four times; print errors of all rows together, each held back once."""
+    held = {name: (list[tuple[float, float]](), list[tuple[Any, float, float]]()) for name in tables}
+    for number in range(NUM_FOLDS):
+        fitted, judged = {}, {}
+        for name, rows in tables.items():
+            folds = fold_of(rows)
+            fitted[name] = [row for row, fold in zip(rows, folds, strict=True) if fold != number]
+            judged[name] = [row for row, fold in zip(rows, folds, strict=True) if fold == number]
+        playbook = [row for name in PLAYBOOK_SHAPES for row in fitted[name]]
+        speeds, constants = fit_speeds([row for rows in fitted.values() for row in rows], fit_memory(playbook))
+        for name, rows in judged.items():
+            pairs, tokens = judge(rows, constants, speeds)
+            held[name][0].extend(pairs)
+            held[name][1].extend(tokens)
+    all_pairs = [pair for name in PLAYBOOK_SHAPES for pair in held[name][0]]
+    all_tokens = [triple for name in PLAYBOOK_SHAPES for triple in held[name][1]]
+    print_line("playbook", "held back", all_pairs, all_tokens)
+    for name, (pairs, tokens) in held.items():
+        print_line(name, "held back", pairs, tokens)
+
+
+def print_estimators(parts: dict[str, list[FigureRow]]) -> None:
+    """Print the errors of each estimator's peak memory, this planner's with the package's constants."""
     estimators: dict[str, Callable[[FigureRow], float | None]] = {
         "this planner": predict_memory_bytes,
         "DeepSpeed's estimator": deepspeed_bytes,
         "accelerate estimate-memory": accelerate_bytes,
         "16 B a parameter + Korthikanti": textbook_bytes,
     }
-    lines = ["| rows | number | estimator | median (%) | p90 (%) |", "| --- | --- | --- | --- | --- |"]
+    print("| rows | number | estimator | median (%) | p90 (%) |\n| --- | --- | --- | --- | --- |")
     for name, rows in parts.items():
         measured = [row for row in rows if row.memory_bytes]
         for estimator, predict in estimators.items():
             numbers = _cells(*error_summary(memory_pairs(measured, predict)))
-            lines.append(f"| {name} | {len(measured)} | {estimator} | {numbers} |")
-    return lines
-
-
-def tokens_table(parts: dict[str, Sequence[FigureRow]]) -> list[str]:
-    """Return lines: the roofline's errors on each part, the rank correlation of plans and the regret."""
-    head = "| rows | number | median (%) | p90 (%) | Spearman | regret (%) |"
-    lines = [head, "| --- | --- | --- | --- | --- | --- |"]
-    for name, rows in parts.items():
-        found: list[tuple[Any, float, float]] = [
-            (row.choice, predicted, row.tokens_per_s)
-            for row in rows
-            if row.tokens_per_s and (predicted := predict_tokens_per_s(row)) is not None
-        ]
-        errors = error_summary([(predicted, measured) for _, predicted, measured in found])
-        ranked, regret = mean_spearman(found), mean_regret_pct(found)
-        shown = "n/a" if ranked is None else f"{ranked:.2f}"
-        lines.append(f"| {name} | {len(found)} | {_cells(*errors)} | {shown} | {_cells(regret)} |")
-    return lines
+            print(f"| {name} | {len(measured)} | {estimator} | {numbers} |")
 
 
 def main() -> None:
     """Fit, judge and print."""
     folder = Path(sys.argv[1])
-    files = {name: read_figures(folder / f"{name}.csv") for name in ("playbook_h100", "llm_foundry", "published")}
-    used = {name: [row for row in rows if not row.reason] for name, rows in files.items()}
-    playbook_fit, playbook_held = hold_back(used["playbook_h100"])
-    foundry_fit, foundry_held = hold_back(used["llm_foundry"])
-    constants = fit_memory(playbook_fit)
-    speeds, constants = fit_speeds([*playbook_fit, *foundry_fit], constants, num_tries=400)
-    print(f"Made by `python bench/validate_planner.py FOLDER`, seed {SEED}. Errors are |predicted / measured - 1|.\n")
-    print("Goals on rows held back: memory 5 and 15 %, tokens/s 10 and 25 %, Spearman 0.95, regret 3 %.\n")
-    print(f"Found on the fitted half: `{constants}`, `{speeds}`.\n")
-    print(f"The package has, rounded: `{NanotronConstants()}`, `{Speeds()}`.\n")
-    print("Peak memory, with the package's constants:\n")
-    parts: dict[str, Sequence[FigureRow]] = {"playbook, fitted": playbook_fit, "playbook, held back": playbook_held}
-    by_model = {f"playbook, held back, {m}": [r for r in playbook_held if r.group == m] for m in PLAYBOOK_SHAPES}
-    others = {
-        group: [row for row in used["published"] if row.group == group]
-        for group in ("torchtitan", "BigScience 3D sweep")
-    }
-    print("\n".join(memory_table(parts | by_model | others)))
-    print("\nTokens/s by the roofline, with the package's constants:\n")
-    foundry = {"llm-foundry, fitted": foundry_fit, "llm-foundry, held back": foundry_held}
-    print("\n".join(tokens_table(parts | foundry | others)))
-    best: list[tuple[float, float]] = []
-    for row in playbook_held:
-        first = dataclasses.replace(constants, rule=SweepRule(**dict.fromkeys(RULE_GRIDS, 10**9)))
-        second = dataclasses.replace(constants, rule=SweepRule(**dict.fromkeys(RULE_GRIDS, 0)))
-        both = [memory_pairs([with_constants(row, each)]) for each in (first, second)]
-        best += [min((pairs[0] for pairs in both), key=lambda pair: abs(pair[0] / pair[1] - 1))]
-    print(f"\nIf it were known of which sweep a held-back row is: median and p90 {_cells(*error_summary(best))} %.")
+    used: dict[str, list[FigureRow]] = {}
+    for name in ("playbook_h100", "llm_foundry", "published"):
+        used[name] = [row for row in read_figures(folder / f"{name}.csv") if not row.reason]
+    tables = {model: [row for row in used["playbook_h100"] if row.group == model] for model in PLAYBOOK_SHAPES}
+    tables["llm-foundry"] = used["llm_foundry"]
+    print(f"Made by `python bench/validate_planner.py FOLDER`, seed {SEED}. Errors are |predicted / measured - 1|.")
+    print("Goals: memory 5 and 15 %, tokens/s 10 and 25 % (median and p90), Spearman 0.95, regret 3 %.\n")
+    print(
+        "| rows | | peaks | speeds | memory, median (%) | p90 (%) | tokens/s, median (%) | p90 (%) | Spearman | ",
+        end="",
+    )
+    print("regret (%) |\n|" + " --- |" * 10)
+    print_held_back(tables)
+    published = {name: [row for row in used["published"] if row.group == name] for name in PUBLISHED_GROUPS}
+    for name, rows in ({"playbook": used["playbook_h100"]} | tables | published).items():
+        kind = "not fitted to" if name in PUBLISHED_GROUPS else "fitted"
+        print_line(name, kind, *judge(rows, NanotronConstants(), Speeds()))
+    peaks = peaks_of(used["playbook_h100"], NanotronConstants())
+    nearest = [min((p.first, p.second), key=lambda size, p=p: abs(size - p.measured)) for p in peaks]
+    known = error_summary([(size, peak.measured) for size, peak in zip(nearest, peaks, strict=True)])
+    print(f"\nIf it were known of which sweep a row is: memory's median and p90 {_cells(*known)} %.\n")
+    print_estimators({"playbook": used["playbook_h100"]} | published)
+    everything = [row for rows in tables.values() for row in rows]
+    speeds, constants = fit_speeds(everything, fit_memory(used["playbook_h100"]))
+    print(f"\nFound on all rows: `{constants}`, `{speeds}`.\n")
+    print(f"The package has: `{NanotronConstants()}`, `{Speeds()}`.")
 
 
 if __name__ == "__main__":

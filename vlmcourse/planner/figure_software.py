@@ -1,17 +1,19 @@
 """What the frameworks behind published figures keep in memory, as few constants: derived from code, or fitted.
 
-Enters: what a table's row says of a run. Leaves: a `Software`. Derived: bytes of the output matrix and loss, packed
+Enters: a run as a table's row says it. Leaves: a `Software`, or the run with one. Derived: bytes of the output matrix and loss, packed
 queries, buckets, gather buffers (nanotron's code). Fitted on part of ../shared/figures' rows and judged on the rest by
 `bench/validate_planner.py`: the constants below with FITTED in their description. Chapter 7.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from vlmcourse.planner.decoder_run import Software
+from vlmcourse.planner.decoder_run import DecoderRun, Software
+from vlmcourse.planner.peak import estimate_peak
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +27,20 @@ class SweepRule:
 
     one_stage_below: int = 512
     """Without a pipeline, first sweep where the run has fewer GPUs."""
-    two_stages_up_to: int = 64
+    one_stage_tp_from: int = 32
+    """Without a pipeline, first sweep too where the tensor-parallel degree is this or more."""
+    two_stages_up_to: int = 0
     four_stages_up_to: int = 256
     more_stages_up_to: int = 256
     pipeline_tp_below: int = 32
     """With a pipeline, first sweep only where the tensor-parallel degree is less."""
+    fits_gib: int = 65
+    """Plans that would have needed more than this in the first sweep are of the second."""
 
     def is_first(self, *, tp: int, pp: int, num_gpus: int) -> bool:
         """Whether a plan's row is taken to be of the first sweep."""
         if pp == 1:
-            return num_gpus < self.one_stage_below
+            return num_gpus < self.one_stage_below or tp >= self.one_stage_tp_from
         largest = self.two_stages_up_to if pp == 2 else self.four_stages_up_to if pp <= 4 else self.more_stages_up_to
         return tp < self.pipeline_tp_below and num_gpus <= largest
 
@@ -50,19 +56,18 @@ class NanotronConstants:
     """Of the first sweep."""
     layer_s: float = 0.0035
     """Of a layer and a micro-batch, forward and backward, whatever its size."""
-    second_sweep_s: float = 0.78
+    second_sweep_s: float = 0.64
     """Of a micro-batch in the second sweep: its steps took about as long for each micro-batch whatever its size."""
     rule: SweepRule = SweepRule()
 
 
-def nanotron(constants: NanotronConstants, *, tp: int, pp: int, num_gpus: int, grad_accum_steps: int) -> Software:
+def nanotron(constants: NanotronConstants, *, is_first: bool, tp: int, grad_accum_steps: int) -> Software:
     """Return what nanotron keeps in a run of the playbook's table.
 
     The output matrix: logits in 16 bits and in fp32, and the loss's own fp32 copy, 10 bytes a token and word. The first
     sweep held one fp32 copy of the micro-batch before until the next was through (4 more), and freed the 16-bit logits
     and a copy early where there was one micro-batch only (2 less); both read off its rows with one pipeline stage.
     """
-    is_first = constants.rule.is_first(tp=tp, pp=pp, num_gpus=num_gpus)
     return Software(
         name="nanotron, first sweep" if is_first else "nanotron, second sweep",
         head_bytes=10.0 if not is_first or tp == 1 else 14.0 if grad_accum_steps > 1 else 8.0,
@@ -77,6 +82,27 @@ def nanotron(constants: NanotronConstants, *, tp: int, pp: int, num_gpus: int, g
         layer_s=constants.layer_s,
         micro_batch_s=0.0 if is_first else constants.second_sweep_s,
     )
+
+
+def of_sweep(run: DecoderRun, constants: NanotronConstants, *, is_first: bool) -> DecoderRun:
+    """Return a run of the playbook's table with the software of one of its sweeps."""
+    software = nanotron(constants, is_first=is_first, tp=run.tp, grad_accum_steps=run.grad_accum_steps)
+    return dataclasses.replace(run, software=software)
+
+
+def choose_sweep(run: DecoderRun, constants: NanotronConstants) -> DecoderRun:
+    """Return a run of the playbook's table with the software of the sweep that it is taken to be of.
+
+    Args:
+        run: with any software.
+        constants: of nanotron, with the rule.
+    """
+    rule = constants.rule
+    if rule.is_first(tp=run.tp, pp=run.pp, num_gpus=run.num_ranks):
+        first = of_sweep(run, constants, is_first=True)
+        if estimate_peak(first, 0).total_bytes <= rule.fits_gib * GIB:
+            return first
+    return of_sweep(run, constants, is_first=False)
 
 
 TORCHTITAN = Software(

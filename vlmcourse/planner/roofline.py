@@ -22,9 +22,9 @@ HOPPER = ("h100", "h200")
 class Speeds:
     """What fraction of a datasheet is reached; fitted on published rows."""
 
-    product_fraction: float = 0.65
+    product_fraction: float = 0.64
     """Of the peak, by large products."""
-    half_width: float = 63
+    half_width: float = 54
     """Columns of a rank's part of a matrix at which products reach half of that."""
     traffic_passes: float = 5.2
     """Times that a layer's kept activations pass through the device's memory outside of products."""
@@ -34,7 +34,7 @@ class Speeds:
     """Between nodes, for each GPU, one direction."""
     network_latency_s: float = 0.00019
     """Of a tensor-parallel collective between nodes, beside its bytes."""
-    hopper_fraction: float = 0.9
+    hopper_fraction: float = 0.92
     """Of `product_fraction`, on H100 and H200: under full load their clocks fall below the datasheet's."""
 
 

@@ -24,17 +24,17 @@ class Speeds:
 
     product_fraction: float = 0.64
     """Of the peak, by large products."""
-    half_width: float = 54
+    half_width: float = 116
     """Columns of a rank's part of a matrix at which products reach half of that."""
-    traffic_passes: float = 5.2
+    traffic_passes: float = 4.9
     """Times that a layer's kept activations pass through the device's memory outside of products."""
     link_fraction: float = 0.9
     """Of the links inside a node, by collectives."""
     network_bytes_per_s: float = 50e9
     """Between nodes, for each GPU, one direction."""
-    network_latency_s: float = 0.00019
+    network_latency_s: float = 0.00068
     """Of a tensor-parallel collective between nodes, beside its bytes."""
-    hopper_fraction: float = 0.92
+    hopper_fraction: float = 0.85
     """Of `product_fraction`, on H100 and H200: under full load their clocks fall below the datasheet's."""
 
 

@@ -34,6 +34,11 @@ def test_a_layer_is_what_the_exact_count_of_this_package_says() -> None:
     assert layer_bytes(RUN) == sum(size for name, size in exact.items() if name not in left_out)
 
 
+def test_a_packed_product_keeps_its_keys_and_values_once_more() -> None:
+    packed = change(software=dataclasses.replace(PLAIN, packed_qkv=True))
+    assert layer_bytes(packed) - layer_bytes(RUN) == 256 * 2 * (4 * 8) * 2
+
+
 def test_a_gelu_layer_is_korthikantis_without_dropout_and_input_gradients() -> None:
     shape = dataclasses.replace(SHAPE, mlp_size=256, num_kv_heads=8)
     run = change(shape=shape, mlp="gelu")

@@ -108,6 +108,7 @@ def test_foundry_rows_are_fsdp_runs_and_fp8_is_refused(tmp_path: Path) -> None:
         ({"precision": "float8 linears"}, "fp8"),
         ({"shard_mode": "FSDP + CPU offload"}, "offloading"),
         ({"gpu": "RTX 4090"}, "no datasheet"),
+        ({"gpu": "V100 32GB"}, "v100-32 has no hardware path for 'bf16'"),
         ({"act_ckpt": "on"}, "does not say what is kept"),
         ({"n_gpus": "16"}, "is not n_gpus = 16"),
         ({"vpp": "3"}, "interleaved"),
@@ -168,7 +169,8 @@ def test_errors_and_percentiles_by_hand() -> None:
 
 def test_rank_correlation_with_ties_and_regret_by_hand() -> None:
     assert spearman([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
-    assert spearman([(1, 1), (1, 2), (2, 3)]) == pytest.approx(math.sqrt(3) / 2)
+    # Ranks 0.5, 0.5, 2, 3 and 0, 1, 2, 3: 4.5 / sqrt(4.5 x 5).
+    assert spearman([(1, 1), (1, 2), (2, 3), (3, 4)]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
     assert spearman([(1, 1), (1, 2)]) is None
     triples = [("a", 1.0, 5.0), ("a", 2.0, 4.0), ("a", 3.0, 1.0), ("b", 1.0, 1.0), ("b", 2.0, 2.0)]
     assert mean_spearman(triples) == pytest.approx(-1)  # two plans of b are too few

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"groups": summaries}))
         return 0
-    print("Errors are |predicted / measured - 1|; n/a: no such figures. Tokens/s: a roofline (planner/roofline.py).\n")
+    print(INTRODUCTION)
     for group, summary in zip(groups, summaries, strict=True):
         print(f"{group.name}: {summary['used']} of {summary['rows']} rows used")
         for label, names in LABELS.items():
@@ -43,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+INTRODUCTION = """\
+Errors are |predicted / measured - 1|; n/a: no such figures. Tokens/s is a roofline's (planner/roofline.py).
+Some constants were fitted to the playbook's and llm-foundry's tables, so errors on those flatter the planner;
+bench/validate_planner.md has the errors on rows that were held back.
+"""
 LABELS = {
     "peak memory, median and p90": ("memory_median_pct", "memory_p90_pct"),
     "tokens/s, median and p90": ("tokens_median_pct", "tokens_p90_pct"),

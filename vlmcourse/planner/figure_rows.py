@@ -202,6 +202,10 @@ def _read_row(row: Mapping[str, str | None], shape: _Shape, line: int) -> Figure
         found = shape.reader(cells)
     except ValueError as error:  # Skip, and what DecoderRun refuses
         return FigureRow(group=group, reason=f"line {line}: {error}")
+    if found.run is not None and found.device is not None:
+        dtype = found.run.precision.compute_dtype
+        if not found.device.supports(dtype):
+            return FigureRow(group=group, reason=f"line {line}: {found.device.name} has no hardware path for {dtype!r}")
     if found.memory_bytes is None and found.tokens_per_s is None:
         return FigureRow(group=group, reason=f"line {line}: no peak memory and no speed is stated")
     return found

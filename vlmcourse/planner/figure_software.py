@@ -1,9 +1,9 @@
 """What the frameworks behind published figures keep in memory, as few constants: derived from code, or fitted.
 
-Enters: a run as a table's row says it. Leaves: a `Software`, or the run with one. Derived from nanotron's code: bytes of
-the output matrix and loss, packed queries, buckets, gather buffers. The constants with FITTED in their description are
-fitted on the playbook's rows; `bench/validate_planner.py` fits them without a part of the rows and has the errors on
-that part. Chapter 7.
+Enters: a run as a table's row says it. Leaves: a `Software`, or the run with one. Derived from nanotron's code: bytes
+of the output matrix and loss, packed queries, buckets, gather buffers. The constants with FITTED in their description
+are fitted on the playbook's rows; `bench/validate_planner.py` fits them without a part of the rows and has the errors
+on that part. Chapter 7.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class SweepRule:
     one_stage_tp_from: int = 32
     """Without a pipeline, first sweep too where the tensor-parallel degree is this or more."""
     two_stages_up_to: int = 16
+    """With two stages, first sweep up to so many GPUs."""
     four_stages_up_to: int = 128
+    """With three or four."""
     more_stages_up_to: int = 256
+    """With more."""
     pipeline_tp_below: int = 32
     """With a pipeline, first sweep only where the tensor-parallel degree is less."""
     fits_gib: int = 70
@@ -50,13 +53,12 @@ class SweepRule:
 
 @dataclass(frozen=True, kw_only=True)
 class NanotronConstants:
-    """What is fitted of nanotron's memory; FITTED."""
+    """What is fitted of nanotron's memory and time; FITTED, all of it."""
 
     fixed_bytes: int = 300 * MIB
+    """As in `Software`; so are the next two, in the first sweep."""
     late_micro_batches: float = 0.6
-    """Of the first sweep."""
     gathered_after: float = 2.0
-    """Of the first sweep."""
     layer_s: float = 0.0028
     """Of a layer and a micro-batch, forward and backward, whatever its size."""
     second_sweep_s: float = 0.61
@@ -117,7 +119,7 @@ MEGATRON_DEEPSPEED = Software(
     name="Megatron-DeepSpeed",
     # Logits in 16 bits and fp32, and the loss's softmax in place.
     head_bytes=10.0,
-    # FITTED by eye on the BigScience rows, which are what nvidia-smi shows: the CUDA context and what the allocator
-    # has cached are in them.
+    # FITTED by eye to the BigScience rows. They are what nvidia-smi shows, so the CUDA context is in them, and what the
+    # allocator has cached.
     fixed_bytes=2048 * MIB,
 )

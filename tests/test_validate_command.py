@@ -182,7 +182,7 @@ def test_rank_correlation_with_ties_and_regret_by_hand() -> None:
 def test_the_sweep_rule_reads_its_thresholds() -> None:
     rule = SweepRule(one_stage_below=512, two_stages_up_to=64, four_stages_up_to=256, more_stages_up_to=128)
     assert rule.is_first(tp=32, pp=1, num_gpus=256)
-    assert not rule.is_first(tp=8, pp=1, num_gpus=512)
+    assert [rule.is_first(tp=tp, pp=1, num_gpus=512) for tp in (8, 32)] == [False, True]
     assert [rule.is_first(tp=8, pp=pp, num_gpus=256) for pp in (2, 4, 8)] == [False, True, False]
     assert not rule.is_first(tp=32, pp=4, num_gpus=256)
 

@@ -15,6 +15,7 @@ from vlmcourse.presets import LanguageShape
 from vlmcourse.values import check_counts
 
 MLP_KINDS = ("swiglu", "gelu")
+MAX_LAYERS = 10_000
 RECOMPUTE_KINDS = ("none", "selective", "full")
 
 
@@ -86,6 +87,10 @@ class DecoderRun:
             )
             if getattr(self, name) not in known
         ]
+        if self.shape.num_layers > MAX_LAYERS:
+            wrong.append(
+                f"num_layers = {self.shape.num_layers}: must be at most {MAX_LAYERS}, far more than any model has"
+            )
         if self.pp > self.shape.num_layers:
             wrong.append(f"pp = {self.pp}: at most num_layers = {self.shape.num_layers} stages have a layer")
         if self.shape.num_heads % self.tp:

@@ -119,13 +119,15 @@ def _shape(row: Mapping[str, str], tp: int) -> LanguageShape:
 def _sharding(row: Mapping[str, str]) -> tuple[int, Precision, Software]:
     """Return the ZeRO stage, the recipe and the framework behind a row's shard_mode.
 
-    FSDP keeps fp32 weights, gradients and moments and computes in 16 bits. Megatron's optimizers keep 16-bit weights
-    and fp32 gradients; distributed and ZeRO-1 split the optimizer's state.
+    FSDP keeps fp32 weights, gradients and moments and computes in 16 bits. DeepSpeed's ZeRO-1 keeps weights and
+    gradients in 16 bits; Megatron's distributed optimizer has fp32 gradients.
     """
     mode = row["shard_mode"].lower()
     if "fsdp" in mode:
         return (2 if "grad_op" in mode else 3), PRECISIONS["bf16_autocast"], TORCHTITAN
-    if "zero-1" in mode or "distributed optimizer" in mode:
+    if "zero-1" in mode:
+        return 1, PRECISIONS["bf16_mixed"], MEGATRON_DEEPSPEED
+    if "distributed optimizer" in mode:
         return 1, PRECISIONS["bf16_fp32_grads"], MEGATRON_DEEPSPEED
     if "zero-3" in mode:
         return 3, PRECISIONS["fp16_mixed"], MEGATRON_DEEPSPEED

@@ -72,8 +72,8 @@ def count_of(row: Mapping[str, str], column: str, least: int = 1, default: int |
         if default is None:
             raise Skip(f"{column} is not stated")
         return default
-    if not re.fullmatch(r"\d+(\.0+)?", text) or float(text) < least:
-        raise Skip(f"{column} = {text!r}: is not a whole number of {least} or more")
+    if not re.fullmatch(r"[0-9]{1,12}(\.0+)?", text) or float(text) < least:
+        raise Skip(f"{column} = {text!r}: is not a whole number of {least} or more (and of 12 digits at most)")
     return int(float(text))
 
 

@@ -261,11 +261,11 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     ),
     "weak for strong": (
         _speeds(lambda n, t1, tn, k: (t1 / tn, t1 / tn / n)),
-        {"speedup": "you took weak scaling for strong"},
+        {"speedup": "for weak scaling you used the formula of strong scaling"},
     ),
     "strong for weak": (
         _speeds(lambda n, t1, tn, k: (n * t1 / tn, t1 / tn)),
-        {"speedup": "you took strong scaling for weak"},
+        {"speedup": "for strong scaling you used the formula of weak scaling"},
     ),
     "percent": (
         _speeds(lambda n, t1, tn, k: (k * t1 / tn, 100 * k * t1 / tn / n)),

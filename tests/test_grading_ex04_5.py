@@ -106,17 +106,34 @@ def test_a_blank_answer_or_another_form_earns_nothing_and_says_why(capsys: Any) 
     assert capsys.readouterr().out.splitlines() == ["diagnose is not solved yet"] * 3 + [
         "find_period is not solved yet"
     ]
-    for answer, said in (
-        (None, "not a function but NoneType"),
-        (lambda: 1, "your function must take (trace)"),
-        (lambda _: "queue_runs_empty", "return cause, evidence and fix"),
-        (lambda _: ("queue", ("data_wait_s", "rank 1"), "more_workers"), "evidence is a dict"),
-        (lambda _: ("bad luck", None, "nothing"), "no cause is named 'bad luck': choose from healthy, slow_decoder"),
-        (lambda _: ("queue", None, "buy another"), "no fix is named 'buy another': choose from nothing, more_workers"),
-        (lambda trace: 1 / 0, "ZeroDivisionError"),
+    for part, answer, said in (
+        ("cause", None, "not a function but NoneType"),
+        ("cause", lambda: 1, "your function must take (trace)"),
+        ("cause", lambda _: "queue_runs_empty", "return cause, evidence and fix"),
+        ("evidence", lambda _: ("queue", ("data_wait_s", "rank 1"), "more_workers"), "evidence is a dict"),
+        ("cause", lambda _: ("bad luck", None, "nothing"), "no cause is named 'bad luck': choose from healthy, slow_d"),
+        ("fix", lambda _: ("queue", None, "buy another"), "no fix is named 'buy another': choose from nothing, more_w"),
+        ("cause", lambda trace: 1 / 0, "ZeroDivisionError"),
     ):
-        assert ex04_5.check_cause(answer, 2, 1, 12) == 0
+        assert CHECKS[part](answer, 2, 1, 12) == 0
         assert said in capsys.readouterr().out
+
+
+def test_a_part_that_cannot_be_read_costs_nothing_of_the_others(capsys: Any) -> None:
+    spoilt = {
+        "cause": lambda trace: ("bad luck", *plain(trace)[1:]),
+        "evidence": lambda trace: (plain(trace)[0], ("data_wait_s", "rank 1"), plain(trace)[2]),
+        "fix": lambda trace: (*plain(trace)[:2], "buy another"),
+    }
+    for wrong, answer in spoilt.items():
+        assert {part: CHECKS[part](answer, 2, 1, 12) for part in POINTS} == {p: 2 * (p != wrong) for p in POINTS}
+    capsys.readouterr()
+    ex04_5.check_fix(lambda trace: (*plain(trace)[:2], "nothing"), 2, 1)
+    assert "'nothing' is for healthy runs" in capsys.readouterr().out
+    ex04_5.check_fix(lambda trace: (*plain(trace)[:2], "more_workers"), 2, 1)
+    assert "a healthy run was given a fix: there the fix is 'nothing'" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="number = '7'"):
+        ex04_5.graded_trace("7")  # type: ignore[arg-type]
 
 
 def test_the_package_does_not_answer_for_the_learner(capsys: Any) -> None:
@@ -285,7 +302,7 @@ def test_a_trace_is_drawn_with_all_of_its_seconds() -> None:
     figure = plots.plot_trace(trace, rank=1)
     use, memory, time = figure.axes
     limit: Any = memory.lines[1].get_ydata()
-    assert len(use.lines) == 4 and limit[0] == trace["memory_limit_gb"]
+    assert len(use.lines) == 4 + 1 and limit[0] == trace["memory_limit_gb"]
     drawn_s = sum(bar.get_height() for bars in time.containers for bar in bars)
     assert drawn_s == pytest.approx(sum(sum(trace["ranks"][1][key]) for key in SECONDS))
     with pytest.raises(ValueError, match="ranks 0 to 3"):

@@ -147,6 +147,8 @@ def test_gustafson_finds_what_was_put_in() -> None:
     assert fit.serial_fraction == pytest.approx(0.15) and fit.residual_fraction < 1e-9 and "15.0 %" in str(fit)
     with pytest.raises(ValueError, match="needs those of 1 rank"):
         fit_gustafson(times[1:])
+    assert "poor" not in str(fit)
+    assert str(fit_gustafson([RankTimes(num_ranks=n, step_s=(n**2,) * 2) for n in (1, 2, 8)])).endswith("from it")
 
 
 # --- What can be told -----------------------------------------------------------------------------------------------
@@ -185,6 +187,32 @@ def test_one_rank_more_stops_paying_where_the_arithmetic_says() -> None:
     never = estimate_last_paying(times, fit_communication("strong", times))
     assert never.num_ranks is never.low is never.high is None and never.is_extrapolated
     assert fit_communication("strong", times).law == COMMUNICATION and "over 4096" in str(never)
+
+
+def test_a_poor_fit_is_not_asked_where_ranks_stop_paying_and_growth_is_not_called_communication() -> None:
+    """Four ranks on two cores: the second rank adds 0.38, the law is off by 18 % and would have said 5 ranks."""
+    measured = {1: (0.0823, 0.0), 2: (0.1193, 0.0181), 4: (0.1771, 0.0374)}
+    times = [
+        RankTimes(num_ranks=n, step_s=(step_s,) * 3, communication_s=(wait_s,) * 3)
+        for n, (step_s, wait_s) in measured.items()
+    ]
+    fit = fit_communication("weak", times)
+    last = estimate_last_paying(times, fit)
+    assert not fit.is_good and not last.is_fitted and (last.num_ranks, last.low, last.high) == (1, 1, 1)
+    assert str(last).startswith("1 rank (1 to 1), where one more adds under 0.5") and "too poorly" in str(last)
+    said = str(compare_laws("weak", times))
+    assert said.startswith("step times grow with the ranks (p =") and "cores and memory that ranks share" in said
+    all_pay = [replace(one, step_s=(0.08 if one.num_ranks < 4 else 0.1,) * 3) for one in times]
+    last = estimate_last_paying(all_pay, replace(fit, residual_fraction=0.2))
+    assert (last.num_ranks, last.high) == (4, None) and str(last).startswith("4 ranks and more: all measured ones pay")
+
+
+def test_what_was_measured_goes_before_a_good_fit() -> None:
+    times = [RankTimes(num_ranks=n, step_s=(1 / speedup,) * 3) for n, speedup in ((1, 1.0), (2, 1.9), (4, 2.8))]
+    kind_fit = replace(fit_amdahl("strong", times), serial_s=0.0, parallel_s=1.0)
+    assert kind_fit.is_good and find_last_paying(kind_fit.predict_speedup) is None
+    last = estimate_last_paying(times, kind_fit)
+    assert last.num_ranks == 3 and not last.is_extrapolated  # 2 to 4 ranks add 0.45 each
 
 
 # --- Losses ---------------------------------------------------------------------------------------------------------

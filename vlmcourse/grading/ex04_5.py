@@ -70,8 +70,8 @@ def graded_trace(number: int, seed: int = VISIBLE_SEED, num_cases: int = NUM_CAS
     Raises:
         ValueError: if there is no such trace.
     """
-    if not 0 <= number < num_cases:
-        raise ValueError(f"number = {number}: the check asks about traces 0 to {num_cases - 1}; choose one of these")
+    if not hasattr(number, "__index__") or not 0 <= number < num_cases:
+        raise ValueError(f"number = {number!r}: the check asks about traces 0 to {num_cases - 1}; choose one of these")
     return copy.deepcopy(_make_cases(seed, num_cases)[number].trace)
 
 
@@ -145,6 +145,7 @@ def _explain_periods(answers: Sequence[tuple[PeriodCase, float | None]]) -> None
 def _check(
     function: Any,
     points: float,
+    part: str,
     cases: Sequence[TraceCase],
     judge: Callable[[TraceCase, Answer], tuple[float, str]],
     explain: Callable[[Sequence[tuple[TraceCase, Answer]]], list[str]],
@@ -159,6 +160,8 @@ def _check(
         answer, wrong = read_answer(outcome.value)
         if answer is None:
             return None, 0.0, f"{case}: {wrong}"
+        if part in answer.problems:
+            return None, 0.0, f"{case}: {answer.problems[part]}"
         worth, line = judge(case, answer)
         return answer, worth, f"{case}: {line}"
 
@@ -169,6 +172,10 @@ def _check(
     return award(points, asked.earned, len(cases))
 
 
+def _shown(name: str | None) -> str:
+    return "None" if name is None else f"'{name}'"
+
+
 def check_cause(function: Any, points: float, seed: int, num_cases: int = NUM_CASES) -> float:
     """Grade the cause that `diagnose(trace)` returns; each trace counts alike.
 
@@ -177,9 +184,9 @@ def check_cause(function: Any, points: float, seed: int, num_cases: int = NUM_CA
     """
 
     def judge(case: TraceCase, answer: Answer) -> tuple[float, str]:
-        return float(answer.cause == case.cause), f"the cause is not {answer.cause}"
+        return float(answer.cause == case.cause), f"'{answer.cause}' is not the cause"
 
-    return _check(function, points, _make_cases(seed, num_cases), judge, explain_causes)
+    return _check(function, points, "cause", _make_cases(seed, num_cases), judge, explain_causes)
 
 
 def check_evidence(function: Any, points: float, seed: int, num_cases: int = NUM_CASES) -> float:
@@ -192,17 +199,17 @@ def check_evidence(function: Any, points: float, seed: int, num_cases: int = NUM
     def judge(case: TraceCase, answer: Answer) -> tuple[float, str]:
         is_quantity = answer.quantity in case.quantities if case.quantities else answer.quantity is None
         if not is_quantity:
-            return 0.0, f"the quantity is not {answer.quantity}"
+            return 0.0, f"{_shown(answer.quantity)} is not the quantity"
         right = {
             "quantity": True,
             "rank": answer.rank == case.rank,
             "period": is_period(case.period, answer.period),
         }
         given = {"rank": answer.rank, "period": answer.period}
-        wrong = [f"the {name} is not {given[name]}" for name, is_right in right.items() if not is_right]
+        wrong = [f"{given[name]} is not the {name}" for name, is_right in right.items() if not is_right]
         return sum(EVIDENCE_WORTH[name] for name, is_right in right.items() if is_right), "; ".join(wrong)
 
-    return _check(function, points, _make_cases(seed, num_cases), judge, explain_evidence)
+    return _check(function, points, "evidence", _make_cases(seed, num_cases), judge, explain_evidence)
 
 
 def check_fix(function: Any, points: float, seed: int, num_cases: int = NUM_CASES) -> float:
@@ -213,6 +220,6 @@ def check_fix(function: Any, points: float, seed: int, num_cases: int = NUM_CASE
     """
 
     def judge(case: TraceCase, answer: Answer) -> tuple[float, str]:
-        return float(answer.fix in RIGHT_FIXES[case.cause]), f"{answer.fix} does not remove the cause"
+        return float(answer.fix in RIGHT_FIXES[case.cause]), f"'{answer.fix}' does not remove the cause"
 
-    return _check(function, points, _make_cases(seed, num_cases), judge, explain_fixes)
+    return _check(function, points, "fix", _make_cases(seed, num_cases), judge, explain_fixes)

@@ -25,13 +25,13 @@ SPEED_ASPECTS: Aspects = {
     "speedup_of": [
         ("", lambda case, kind: case.right(kind)[0]),
         (
-            "you took weak scaling for strong: there each rank does as much as the one did, so N ranks make N times "
-            "the samples in a step, and the speed-up is N T(1) / T(N)",
+            "for weak scaling you used the formula of strong scaling: there each rank does as much as the one did, so "
+            "N ranks make N times the samples in a step, and the speed-up is N T(1) / T(N)",
             lambda case, kind: case.right("strong")[0],
         ),
         (
-            "you took strong scaling for weak: there N ranks share the work of the one, and the speed-up is "
-            "T(1) / T(N)",
+            "for strong scaling you used the formula of weak scaling: there N ranks share the work of the one, and the "
+            "speed-up is T(1) / T(N)",
             lambda case, kind: case.right("weak")[0],
         ),
         (

@@ -6,7 +6,7 @@ Enters: any value: tuple, list, dict or object of cause, evidence and fix. Leave
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -111,6 +111,8 @@ class Answer:
     rank: int | None
     period: float | None
     fix: str
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """By part (cause, evidence, fix): what to change where it cannot be read. The other parts count all the same."""
 
 
 def read_answer(value: Any) -> tuple[Answer | None, str]:
@@ -123,22 +125,24 @@ def read_answer(value: Any) -> tuple[Answer | None, str]:
     if parts is None or len(parts) != len(FIELDS):
         return None, f"{ASKED}, not {value!r:.80}"
     cause, evidence, fix = (parts[name] for name in FIELDS)
+    problems: dict[str, str] = {}
     read_cause = read_name(cause)
     if (read_cause := SYNONYMS.get(read_cause, read_cause)) not in CAUSES:
-        return None, f"no cause is named {cause!r:.40}: choose from {', '.join(CAUSES)}"
+        problems["cause"] = f"no cause is named {cause!r:.40}: choose from {', '.join(CAUSES)}"
     read_fix = read_name(fix) or "nothing"
     if (read_fix := "nothing" if read_fix == "none" else read_fix) not in FIXES:
-        return None, f"no fix is named {fix!r:.40}: choose from {', '.join(FIXES)}"
+        problems["fix"] = f"no fix is named {fix!r:.40}: choose from {', '.join(FIXES)}"
     found = _read_evidence(evidence)
     if found is None:
-        return None, f"{ASKED_EVIDENCE}, not {evidence!r:.80}"
-    quantity, rank, period = found
+        problems["evidence"] = f"{ASKED_EVIDENCE}, not {evidence!r:.80}"
+    quantity, rank, period = found or (None, None, None)
     return Answer(
         cause=read_cause,
         quantity=quantity,
         rank=None if rank is None else int(rank) if rank == int(rank) else NO_RANK,
         period=period,
         fix=read_fix,
+        problems=problems,
     ), ""
 
 

@@ -99,7 +99,7 @@ CAUSE_MISTAKES: tuple[tuple[Callable[[TraceCase, Answer], bool], str], ...] = (
     ),
     (
         lambda case, answer: case.cause != HEALTHY and answer.cause == HEALTHY,
-        "a run was called healthy although a cause takes a quarter of its time or more",
+        "a run was called healthy although a cause takes a fifth of its time or more",
     ),
 )
 """What an answer has to be for a sentence to hold; of each wrong answer the first that fits is counted."""
@@ -211,7 +211,15 @@ def explain_fixes(answers: Answers) -> list[str]:
     found: list[str] = []
     for case, answer in answers:
         causes, said = SYMPTOM_FIXES.get(answer.fix, ((), ""))
-        if answer.fix not in RIGHT_FIXES[case.cause] and said and (not causes or case.cause in causes):
+        if answer.fix in RIGHT_FIXES[case.cause]:
+            continue
+        if case.cause == HEALTHY:
+            found.append("a healthy run was given a fix: there the fix is 'nothing'")
+        elif answer.fix == "nothing":
+            found.append(
+                "a run that loses a fifth of its time or more was left as it is: 'nothing' is for healthy runs"
+            )
+        elif said and (not causes or case.cause in causes):
             found.append(said)
     return _most(found, fewest=1)
 

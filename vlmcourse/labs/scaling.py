@@ -41,7 +41,8 @@ def measure_scaling(
     """Train the tiny model on several numbers of ranks, in turns, and say how it scales; all ranks must call this.
 
     Each turn builds a model anew for each number of ranks, makes `NUM_WARMUP` steps that do not count, and
-    `num_steps` that do. Models that these ranks wrapped before lose their group: build them again afterwards.
+    `num_steps` that do; rank 0 prints a line a turn. Models that these ranks wrapped before lose their group: build
+    them again afterwards.
 
     Args:
         kinds: "strong", "weak" or both; runs that both need are made once.
@@ -76,6 +77,8 @@ def measure_scaling(
                     with regrouping.only(size) as few:
                         if few is not None:
                             _run(base, few, samples, folder / str(turn) / name, num_steps)
+                if ranks.is_main:  # a turn takes long on few cores: silence would look like a hang
+                    print(f"turn {turn + 1} of {num_turns}: {len(runs)} runs have ended", flush=True)
         found: list[Any] = [_analyse(plans, folder, num_turns, ranks) if ranks.is_main else None]
         dist.broadcast_object_list(found)
     finally:

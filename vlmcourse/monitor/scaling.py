@@ -8,6 +8,7 @@ Chapter 6.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,9 +48,9 @@ class ScalingReport:
     gustafson: GustafsonFit | None
     """Of weak scaling."""
     comparison: Comparison | None
-    """Whether step times can tell the laws apart; None as above."""
+    """Whether step times grow with the ranks more than chance explains; None as above."""
     last_paying: LastPaying
-    """By the richest law there is."""
+    """As measured, and by the richest law there is where that fits well."""
 
     @property
     def crowded(self) -> tuple[int, ...]:
@@ -77,7 +78,8 @@ class ScalingReport:
         for one, speedup in zip(self.times, self.speedups, strict=True):
             loss = losses.get(one.num_ranks)
             shares = [f"{100 * share:.1f}" for share in (loss.lost, *loss.shares.values())] if loss else [""] * 6
-            of_one = f"{find_serial_fraction(speedup.speedup.value, one.num_ranks):.3f}" if loss else ""
+            serial = find_serial_fraction(speedup.speedup.value, one.num_ranks) if loss else math.nan
+            of_one = "" if not loss else f"{serial:.3f}" if serial <= 1 else "over 1: none"
             is_strong = self.kind == "strong"
             row = [str(one.num_ranks), f"{1e3 * one.mean_s:.1f}", str(speedup.speedup)]
             rows.append([*row, f"{speedup.efficiency.value:.2f}", of_one if is_strong else "", *shares])

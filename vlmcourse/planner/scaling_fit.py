@@ -29,6 +29,7 @@ from vlmcourse.planner.scaling import (
 
 GOOD_FIT_FRACTION = 0.1
 """Root mean square of the relative errors up to which a fit describes what was measured."""
+POOR_FIT = "a poor fit: do not predict from it"
 COMMUNICATION = "with communication"
 TERMS = ("serial_s", "parallel_s", "latency_s", "bandwidth_s")
 
@@ -95,7 +96,7 @@ class ScalingFit:
             parts.append(f"bandwidth {1e3 * self.bandwidth_s:.1f} ms" if is_known else "bandwidth counted as serial")
         off = f"off by {100 * self.residual_fraction:.1f} %"
         notes = [off] if self.spare_sizes else [off, "as many terms as points, so it proves nothing"]
-        notes += [] if self.is_good else ["a poor fit: do not predict from it"]
+        notes += [] if self.is_good else [POOR_FIT]
         return f"{self.law}: {', '.join(parts)}; {'; '.join(notes)}"
 
 
@@ -159,7 +160,8 @@ class GustafsonFit:
 
     def __str__(self) -> str:
         share, off = 100 * self.serial_fraction, 100 * self.residual_fraction
-        return f"Gustafson: {share:.1f} % of a step brings no more samples with more ranks; off by {off:.1f} %"
+        poor = "" if self.residual_fraction <= GOOD_FIT_FRACTION else f"; {POOR_FIT}"
+        return f"Gustafson: {share:.1f} % of a step brings no more samples with more ranks; off by {off:.1f} %{poor}"
 
 
 def fit_gustafson(times: Sequence[RankTimes]) -> GustafsonFit:

@@ -1,7 +1,7 @@
-"""What measured scaling can and cannot tell: whether it needs communication, and where one rank more stops paying.
+"""What measured scaling can and cannot tell: whether steps grow with the ranks, and where one more stops paying.
 
 Enters: `RankTimes` in several turns, and fits. Leaves: a `Comparison` of laws, and the last number of ranks that pays
-with an interval. Chapter 6.
+with an interval: what was measured decides where it can, and a law that fits badly decides nothing. Chapter 6.
 
 Source: the F test of nested models against the error that repeats show (Draper and Smith, "Applied regression
 analysis", chapter 2); Efron 1979 for drawing again.
@@ -9,6 +9,7 @@ analysis", chapter 2); Efron 1979 for drawing again.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ FEW_TURNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Whether step times need communication to be described."""
+    """Whether step times need terms that grow with the ranks to be described; not why they grow."""
 
     tells_apart: bool
     p_value: float
-    """How often chance alone would favour communication as much; nan where that cannot be said."""
+    """How often chance alone would favour growth as much; nan where that cannot be said."""
     sentence: str
 
     def __str__(self) -> str:
@@ -38,10 +39,10 @@ class Comparison:
 
 
 def compare_laws(kind: str, times: Sequence[RankTimes]) -> Comparison:
-    """Tell whether step times by themselves need terms of communication: an F test against the spread between turns.
+    """Tell whether step times by themselves need terms that grow with the ranks: an F test against the turns' spread.
 
     What slows a whole turn down is taken out first. Communication that was measured by itself is left out here: it is a
-    proof of its own.
+    proof of its own. Growth may be communication, or cores and memory that ranks share: step times do not tell which.
 
     Args:
         kind: strong or weak.
@@ -56,9 +57,10 @@ def compare_laws(kind: str, times: Sequence[RankTimes]) -> Comparison:
     num_sizes, num_turns = logs.shape
     beyond = 8 * max(one.num_ranks for one in bare)
     said = [f"{fit.predict_speedup(beyond):.1f} x" for fit in (simple, richer)]
-    gap = f"for {beyond} ranks they say {said[0]} and {said[1]}"
+    gap = f"for {beyond} ranks a law without such growth says {said[0]}, and one with it {said[1]}"
+    growth = "grow with the ranks" + (" beyond Amdahl's law" if kind == "strong" else "")
     if num_turns < 2:
-        sentence = f"one turn shows no spread, so nothing tells the two laws apart: {gap}"
+        sentence = f"one turn shows no spread, so nothing tells whether step times {growth}: {gap}"
         return Comparison(tells_apart=False, p_value=math.nan, sentence=sentence)
     more, spare = richer.num_terms - simple.num_terms, (num_sizes - 1) * (num_turns - 1)
     gain = max(0.0, _log_error(bare, simple) - _log_error(bare, richer))
@@ -66,31 +68,44 @@ def compare_laws(kind: str, times: Sequence[RankTimes]) -> Comparison:
     p_value = _chance(gain * num_turns / more, float((noise**2).sum()) / spare, more, spare)
     tells = p_value < TELLS_APART
     if tells:
-        sentence = f"with communication, {num_sizes} numbers of ranks are described better (p = {p_value:.3f}); {gap}"
+        sentence = (
+            f"step times {growth} (p = {p_value:.3f}); by communication, or by cores and memory that ranks share, they "
+            f"do not say; {gap}"
+        )
     else:
         sentence = (
-            f"{num_sizes} numbers of ranks in {num_turns} turns cannot tell a law without communication from one with "
-            f"it (p = {p_value:.2f}), and {gap}: do not extrapolate from either"
+            f"{num_sizes} numbers of ranks in {num_turns} turns cannot tell whether step times {growth} "
+            f"(p = {p_value:.2f}), and {gap}: do not extrapolate from either"
         )
     return Comparison(tells_apart=tells, p_value=p_value, sentence=sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastPaying:
-    """The number of ranks at which one more no longer pays, by a fit; None stands for none up to `MAX_RANKS`."""
+    """The number of ranks at which one more no longer pays: as measured where that decides it, else by a good fit."""
 
     num_ranks: int | None
+    """None: by the fit, all up to `MAX_RANKS` pay."""
     low: int | None
     high: int | None
+    """None: no end was found, by the fit up to `MAX_RANKS`, or without one among what was measured."""
     min_marginal: float
     is_extrapolated: bool
     """Beyond what was measured."""
     num_turns: int
+    is_fitted: bool = True
+    """False where the fit is poor: then `num_ranks` is the largest measured number that still paid."""
 
     def __str__(self) -> str:
-        value, low, high = (f"over {MAX_RANKS}" if n is None else str(n) for n in (self.num_ranks, self.low, self.high))
+        if not self.is_fitted and self.high is None:
+            return (
+                f"{self.num_ranks} ranks and more: all measured ones pay; the law fits too poorly to say how many more"
+            )
+        none = f"over {MAX_RANKS}"
+        value, low, high = (none if n is None else str(n) for n in (self.num_ranks, self.low, self.high))
         noun = "rank" if self.num_ranks == 1 else "ranks"
         notes = ["beyond what was measured"] if self.is_extrapolated else []
+        notes += [] if self.is_fitted else ["as measured; the law fits too poorly to say more"]
         notes += [f"from {self.num_turns} turns, too few for its width"] if self.num_turns < FEW_TURNS else []
         said = f" ({'; '.join(notes)})" if notes else ""
         return (
@@ -108,6 +123,9 @@ def estimate_last_paying(
 ) -> LastPaying:
     """Find where one rank more no longer pays, and an interval: turns are drawn again, and each draw is fitted.
 
+    What the measured speed-ups add from one number of ranks to the next comes first; a good fit says where between two
+    of them, or beyond all of them, the end is. A poor fit says nothing: the end is then between measured numbers.
+
     Args:
         times: that the fit was made from.
         fit: by `fit_amdahl` or `fit_communication`.
@@ -117,16 +135,19 @@ def estimate_last_paying(
     """
     again = fit_communication if fit.law == COMMUNICATION else fit_amdahl
     rng, num_turns = np.random.default_rng(seed), len(times[0].step_s)
-    found = []
+    lows, highs = [], []
     for _ in range(num_resamples):
         turns = rng.integers(num_turns, size=num_turns)
         drawn = [_take_turns(one, turns) for one in times]
-        last = find_last_paying(again(fit.kind, drawn).predict_speedup, min_marginal)
-        found.append(math.inf if last is None else last)
-    found.sort()
-    edges = (found[int(0.025 * num_resamples)], found[min(num_resamples - 1, int(0.975 * num_resamples))])
-    low, high = (None if math.isinf(edge) else int(edge) for edge in edges)
-    value = find_last_paying(fit.predict_speedup, min_marginal)
+        low, high = _find_end(drawn, again(fit.kind, drawn), min_marginal, is_fitted=fit.is_good)
+        lows.append(low)
+        highs.append(high)
+    edges = (
+        sorted(lows)[int(0.025 * num_resamples)],
+        sorted(highs)[min(num_resamples - 1, int(0.975 * num_resamples))],
+    )
+    end, _ = _find_end(times, fit, min_marginal, is_fitted=fit.is_good)
+    value, low, high = (None if math.isinf(edge) else int(edge) for edge in (end, *edges))
     return LastPaying(
         num_ranks=value,
         low=low,
@@ -134,7 +155,34 @@ def estimate_last_paying(
         min_marginal=min_marginal,
         is_extrapolated=value is None or value > max(one.num_ranks for one in times),
         num_turns=num_turns,
+        is_fitted=fit.is_good,
     )
+
+
+def _find_end(
+    times: Sequence[RankTimes], fit: ScalingFit, min_marginal: float, *, is_fitted: bool
+) -> tuple[float, float]:
+    """Return the least and the most that the last paying number of ranks may be; inf where no end is known.
+
+    A speed-up that bends down has its largest marginal at the beginning of each gap between measured numbers, and its
+    smallest at the end: a gap that pays on the whole pays at its beginning, one that does not fails at its end.
+    """
+    # Without a time of 1 rank, the fit's sets the scale.
+    alone_s = next((one.mean_s for one in times if one.num_ranks == 1), fit.predict_s(1))
+    scaled = {one.num_ranks: one.num_ranks if fit.kind == "weak" else 1 for one in times}
+    speedups = {1: 1.0} | {one.num_ranks: scaled[one.num_ranks] * alone_s / one.mean_s for one in times}
+    sizes = sorted(speedups)
+    paid, least, most = 1, 1, math.inf
+    for fewer, more in itertools.pairwise(sizes):
+        if (speedups[more] - speedups[fewer]) / (more - fewer) < min_marginal:
+            most = more - 1
+            break
+        paid, least = more, fewer + 1
+    if not is_fitted:
+        return paid, most
+    predicted = find_last_paying(fit.predict_speedup, min_marginal)
+    end = max(least, min(most, math.inf if predicted is None else predicted))
+    return end, end
 
 
 def _log_error(times: Sequence[RankTimes], fit: ScalingFit) -> float:

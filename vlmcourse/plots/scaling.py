@@ -53,8 +53,8 @@ def plot_speedups(report: ScalingReport) -> Figure:
     if crowded:
         label = f"more ranks than the {report.num_cores} cores"
         axes.plot(*zip(*crowded, strict=True), "o", ms=13, mfc="none", mec=ink, label=label)
-    last = report.last_paying.num_ranks
-    if last is not None and last <= beyond[-1]:
+    last, is_known = report.last_paying.num_ranks, report.last_paying.is_fitted or report.last_paying.high is not None
+    if last is not None and is_known and last <= beyond[-1]:
         axes.axvline(
             last, color=COLOURS["loss"], lw=1, ls=":", label=f"one more adds under {report.last_paying.min_marginal:g}"
         )

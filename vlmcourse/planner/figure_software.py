@@ -112,7 +112,8 @@ def choose_sweep(run: DecoderRun, constants: NanotronConstants) -> DecoderRun:
 
 TORCHTITAN = Software(
     name="torchtitan",
-    # 16-bit logits and their gradient, and in fp32 the cast, its log-softmax and the gradient of that.
+    # 16-bit logits and their gradient, and in fp32 the cast, its log-softmax and the gradient of that; counted with the
+    # table's two rows in view.
     head_bytes=16.0,
 )
 MEGATRON_DEEPSPEED = Software(

@@ -5,7 +5,7 @@
 FOLDER holds playbook_h100.csv, llm_foundry.csv and published.csv. The (model, GPUs) groups of the first two are drawn
 into four folds with a fixed seed; constants are fitted on three and judged on the fourth, four times. The package has
 what is found on all rows, rounded. Nothing was searched for on rows of published.csv, but they were in view when
-torchtitan's bytes of logits were counted and BigScience's fixed bytes and 16-bit gradients chosen: those errors flatter.
+torchtitan's bytes of logits were counted and BigScience's fixed bytes and 16-bit gradients chosen: its errors flatter.
 The other estimators are the arithmetic of their functions, on what they are told of a plan:
 
 - DeepSpeed: `estimate_zero2_model_states_mem_needs` without offloading, 2 P + 18 P / ranks, P the parameters of one

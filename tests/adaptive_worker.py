@@ -379,7 +379,7 @@ def pipelined(trainer: Trainer) -> PipelinedModel:
 
 def run_trainer(ranks: Ranks) -> tuple[Any, list[str], list[tuple[int, ...]]]:
     """Train with FSDP over cp under a pipeline through the Trainer's hook, a decision after every step."""
-    combination = Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4)
+    combination = Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4, num_steps=3)
     samples = awkward_samples()
     trainer = AwkwardTrainer(
         config_of(combination),

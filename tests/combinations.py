@@ -37,6 +37,7 @@ class Combination:
     tied: bool = False
     starts_empty: bool = False
     """Whether rank 0 alone has weights, and the others a model on the meta device."""
+    num_steps: int = NUM_STEPS
 
 
 COMBINATIONS: dict[str, Combination] = {
@@ -102,7 +103,7 @@ def config_of(combination: Combination, *, alone: bool = False) -> TrainConfig:
     table = {
         "model": {"freeze": list(combination.freeze)},
         "train": {
-            "num_steps": NUM_STEPS,
+            "num_steps": combination.num_steps,
             "accumulation_steps": steps,
             "max_grad_norm": MAX_GRAD_NORM,
             "precision": combination.precision,

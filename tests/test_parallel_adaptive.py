@@ -224,7 +224,7 @@ def test_a_resumed_run_starts_from_the_split_it_had_come_to(found: list[dict[str
 
 
 def test_a_trainer_adapts_through_its_hook_over_fsdp_and_context_parallelism(found: list[dict[str, Any]]) -> None:
-    combination = Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4)
+    combination = Combination(4, {"strategy": "fsdp", "pp": 2, "cp": 2}, 4, num_steps=3)
     reference = run_combination(
         combination, Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none"), seed=100
     )

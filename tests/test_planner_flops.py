@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vlmcourse.config import parse_config
 from vlmcourse.models.vlm import build_model
-from vlmcourse.planner.flops import StepFlops, Work, count_step_flops, count_tower_flops
+from vlmcourse.planner.flops import StepFlops, Work, count_projector_flops, count_step_flops, count_tower_flops
 from vlmcourse.presets import MODELS, VLMShape, get_model
 from vlmcourse.recompute import RECOMPUTING_TOWERS
 from vlmcourse.train.activations import plan_activations
@@ -104,3 +104,11 @@ def test_nothing_is_recomputed_where_nothing_goes_back() -> None:
     assert flops["vision"] == StepFlops(flops["vision"].forward) and flops["language"].recomputed > 0
     with pytest.raises(ValueError, match="trained = 'lanugage': a tower is one of vision, projector, language"):
         count_step_flops(MODELS["tiny"], work, ("lanugage",))
+
+
+def test_the_projector_is_as_wide_as_the_shuffle_makes_it() -> None:
+    """16 patches of 64 numbers: at 1/4 one visual token of 1024, at 1/2 four of 256; then 96 and 96 wide."""
+    tiny = get_model("tiny")
+    assert count_projector_flops(tiny) == 4 * 2 * (256 * 96 + 96 * 96)
+    quarter = dataclasses.replace(tiny, pixel_shuffle_fraction=0.25)
+    assert count_projector_flops(quarter) == 2 * (1024 * 96 + 96 * 96)

@@ -15,6 +15,7 @@ to each of them. Chapter 6.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -61,9 +62,10 @@ def diagnose_facts(facts: RunFacts) -> Diagnosis:
     candidates = [with_uncertainty(found, noise, MODEL_ERRORS.get(found.cause, 0.0)) for found in candidates]
     candidates = with_profile(facts, candidates)
     candidates.sort(key=lambda found: -found.share)
+    findings = tuple(found for found in candidates if found.share >= min_share(found.cause))
     return Diagnosis(
         run=str(facts.folder),
-        findings=tuple(found for found in candidates if found.share >= min_share(found.cause)),
+        findings=findings,
         below=tuple(found for found in candidates if found.share < min_share(found.cause)),
         shares=_shares(facts),
         first_step=min(facts.steps),
@@ -71,9 +73,28 @@ def diagnose_facts(facts: RunFacts) -> Diagnosis:
         step_s=facts.wall_s / len(facts.steps),
         tokens_per_s=facts.tokens_per_s,
         world_size=len(facts.ranks),
-        notes=tuple(facts.notes),
+        notes=(*facts.notes, *describe_hiding(findings)),
         profile=describe_profile(facts),
     )
+
+
+def describe_hiding(findings: Sequence[Finding]) -> list[str]:
+    """Say where causes on several ranks may hide each other: what one rank does while another is late costs nothing.
+
+    Args:
+        findings: those above their thresholds.
+
+    Returns:
+        A sentence, or none.
+    """
+    of_ranks = [found for found in findings if found.rank is not None]
+    if len({found.rank for found in of_ranks}) < 2:
+        return []
+    named = " and ".join(f"{found.cause} on rank {found.rank}" for found in of_ranks)
+    return [
+        f"{named} may go on at the same time: then one fix alone gains little, as the ranks still wait for the other; "
+        "only all together gain what is said"
+    ]
 
 
 def _look(facts: RunFacts) -> list[Finding | None]:

@@ -100,24 +100,24 @@ def find_bubble(facts: RunFacts) -> Finding | None:
     return build_finding("pipeline_bubble", share, evidence, fixes, detail=f"{num} micro-batches")
 
 
-def _step_with(facts: RunFacts, work_s: dict[int, float], num_microbatches: int) -> float:
-    """Return what a step of other micro-batches, as many samples in all, would take: its messages and starts too."""
-    now, pp = count_microbatches(facts), pipeline_degree(facts)
-    start_s = (estimate_start_s(facts) or 0.0) / pp
-    more_s = (num_microbatches - now) * start_s
-    _, messages_s = _split_waits(facts)
-    of_messages_s = messages_s / len(facts.steps) * num_microbatches / now
-    return _step_without_messages_s(facts, {s: w + more_s for s, w in work_s.items()}, num_microbatches) + of_messages_s
-
-
 def _best_count(facts: RunFacts, work_s: dict[int, float], counts: list[int]) -> tuple[int, float] | None:
-    """Return the number of micro-batches with the shortest step, and the share of the time that it saves."""
-    now_s = _step_with(facts, _work_of_stages(facts), count_microbatches(facts))
-    seconds = {count: _step_with(facts, work_s, count) for count in counts}
-    if not seconds:
+    """Return the number of micro-batches with the shortest step, and the share of the time that it saves.
+
+    A step holds as many samples whatever their number; messages and starting operations come once for each of them.
+    """
+    if not counts:
         return None
+    now, start_s = count_microbatches(facts), (estimate_start_s(facts) or 0.0) / pipeline_degree(facts)
+    _, messages_s = _split_waits(facts)
+    message_s = messages_s / len(facts.steps) / now
+
+    def step_s(work_s: dict[int, float], count: int) -> float:
+        more_s = (count - now) * start_s
+        return _step_without_messages_s(facts, {s: w + more_s for s, w in work_s.items()}, count) + message_s * count
+
+    seconds = {count: step_s(work_s, count) for count in counts}
     best = min(seconds, key=lambda count: seconds[count])
-    return best, (now_s - seconds[best]) / facts.cycle_s
+    return best, (step_s(_work_of_stages(facts), now) - seconds[best]) / facts.cycle_s
 
 
 def _samples(facts: RunFacts) -> int:

@@ -223,7 +223,8 @@ def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
             f"The step log cannot tell it here; by the profile of {name_steps(facts.profile)} even rank "
             f"{of_rank.rank}, which has least, has exposed communication for {share:.0%} of the time, "
             f"{1e3 * of_rank.exposed_s / len(facts.profile.steps):.1f} ms a step; "
-            f"{1e3 * hidden_s / len(facts.profile.steps):.1f} ms more hide behind computing."
+            f"{1e3 * hidden_s / len(facts.profile.steps):.1f} ms more hide behind computing. That is an upper bound of "
+            "what data take on their way: ranks that are late at different exchanges of a step count as well."
         ]
     single = {step: shared_wait_s([r.waits_s for r in ranks.values()]) for step, ranks in facts.steps.items()}
     sums = {step: min(r.communication_s or 0.0 for r in ranks.values()) for step, ranks in facts.steps.items()}

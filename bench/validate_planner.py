@@ -26,33 +26,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmcourse.planner.decoder_run import DecoderRun
-from vlmcourse.planner.figure_check import memory_pairs, predict_memory_bytes
+from vlmcourse.planner.figure_check import count_within, memory_interval, memory_pairs, predict_memory_bytes
 from vlmcourse.planner.figure_rows import PLAYBOOK_SHAPES, read_figures
 from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman
-from vlmcourse.planner.figure_software import GIB, MIB, NanotronConstants, SweepRule, choose_sweep, of_sweep
+from vlmcourse.planner.figure_software import MIB, NanotronConstants, nanotron
 from vlmcourse.planner.figure_values import FigureRow
 from vlmcourse.planner.layer_activations import korthikanti_layer_bytes
-from vlmcourse.planner.peak import estimate_peak, stage_params
+from vlmcourse.planner.peak import stage_params
 from vlmcourse.planner.roofline import Speeds, estimate_tokens_per_s
 
 SEED = 0
 NUM_FOLDS = 4
 PUBLISHED_GROUPS = ("torchtitan", "BigScience 3D sweep")
-GRIDS: dict[str, Sequence[float]] = {
-    "fixed_bytes": [size * MIB for size in (0, 100, 200, 300, 400, 600)],
-    "late_micro_batches": (0.0, 0.4, 0.6, 0.8, 1.0),
-    "gathered_after": (1.0, 1.5, 2.0, 2.5, 3.0),
-}
-RULE_GRIDS: dict[str, Sequence[int]] = {
-    "one_stage_below": (128, 256, 512, 1024),
-    "one_stage_tp_from": (8, 16, 32, 64),
-    "two_stages_up_to": (0, 8, 16, 32, 64),
-    "four_stages_up_to": (32, 64, 128, 256),
-    "more_stages_up_to": (64, 128, 256, 512),
-    "pipeline_tp_below": (8, 16, 32, 64),
-    "fits_gib": (45, 55, 65, 70, 75, 80),
-}
+FIXED_BYTES = [size * MIB for size in (0, 100, 200, 300, 400, 500, 600, 800)]
+SLOW_S = [0.01, 0.02, 0.03, 0.04, 0.06, 0.08]
+"""Measured seconds of a layer and a micro-batch from which a host may be what is waited for."""
 BOUNDS = {
     "product_fraction": (0.4, 0.9),
     "half_width": (50.0, 2000.0),
@@ -62,7 +50,7 @@ BOUNDS = {
     "network_latency_s": (1e-6, 5e-3),
     "layer_s": (1e-5, 1e-2),
     "hopper_fraction": (0.7, 1.0),
-    "second_sweep_s": (0.05, 3.0),
+    "pipeline_s": (0.005, 3.0),
 }
 
 
@@ -70,7 +58,7 @@ def with_constants(row: FigureRow, constants: NanotronConstants) -> FigureRow:
     """Return a playbook row whose run has other constants; other rows as they are."""
     if row.run is None or row.group not in PLAYBOOK_SHAPES:
         return row
-    return dataclasses.replace(row, run=choose_sweep(row.run, constants))
+    return dataclasses.replace(row, run=dataclasses.replace(row.run, software=nanotron(constants, pp=row.run.pp)))
 
 
 def fold_of(rows: Sequence[FigureRow]) -> list[int]:
@@ -81,53 +69,46 @@ def fold_of(rows: Sequence[FigureRow]) -> list[int]:
     return [folds[repr(row.choice)] for row in rows]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Peaks:
-    """A row's run, its peak as of either sweep and as measured, in bytes."""
-
-    run: DecoderRun
-    first: float
-    second: float
-    measured: float
-
-    def error(self, rule: SweepRule) -> float:
-        """Return |predicted / measured - 1| under a rule."""
-        run = self.run
-        is_first = rule.is_first(tp=run.tp, pp=run.pp, num_gpus=run.num_ranks)
-        fits = self.first <= rule.fits_gib * GIB
-        return abs((self.first if is_first and fits else self.second) / self.measured - 1)
-
-
-def peaks_of(rows: Sequence[FigureRow], constants: NanotronConstants) -> list[_Peaks]:
-    """Return the peaks of rows, whichever sweep they are of."""
-    found: list[_Peaks] = []
-    for row in rows:
-        if row.run is not None and row.memory_bytes:
-            both = [
-                estimate_peak(of_sweep(row.run, constants, is_first=is_first), row.stage).total_bytes
-                for is_first in (True, False)
-            ]
-            found.append(_Peaks(row.run, both[0], both[1], row.memory_bytes))
-    return found
-
-
 def fit_memory(rows: Sequence[FigureRow]) -> NanotronConstants:
-    """Find nanotron's constants on a grid, one at a time, twice over: least mean error, each at most a half."""
+    """Find nanotron's fixed bytes: least mean error, each at most a half."""
 
-    def score(peaks: Sequence[_Peaks], rule: SweepRule) -> float:
-        errors = [peak.error(rule) for peak in peaks]
-        return statistics.mean(min(error, 0.5) for error in errors)
+    def score(constants: NanotronConstants) -> float:
+        pairs = memory_pairs([with_constants(row, constants) for row in rows])
+        return statistics.mean(min(abs(predicted / measured - 1), 0.5) for predicted, measured in pairs)
 
-    best = NanotronConstants()
-    for _ in range(2):
-        for name, grid in GRIDS.items():
-            tried = [dataclasses.replace(best, **{name: value}) for value in grid]
-            best = min(tried, key=lambda constants: score(peaks_of(rows, constants), constants.rule))
-        peaks = peaks_of(rows, best)
-        for name, grid in RULE_GRIDS.items():
-            rules: list[SweepRule] = [dataclasses.replace(best.rule, **{name: value}) for value in grid]
-            best = dataclasses.replace(best, rule=min(rules, key=lambda rule: score(peaks, rule)))
-    return best
+    return min((dataclasses.replace(NanotronConstants(), fixed_bytes=size) for size in FIXED_BYTES), key=score)
+
+
+def layer_seconds(row: FigureRow) -> float:
+    """Return the measured seconds of a step for each layer and micro-batch of a stage, the bubble's among these."""
+    assert row.run is not None and row.tokens_per_s
+    run = row.run
+    step_s = run.step_tokens / (row.tokens_per_s * run.num_ranks)
+    return step_s / ((run.grad_accum_steps + run.pp - 1) * max(run.layers_of_stages()))
+
+
+def print_kinds(rows: Sequence[FigureRow]) -> None:
+    """Print what is left of the error where it were known, or is told by measured seconds, what a run keeps."""
+    measured = [(row, memory_interval(row), row.memory_bytes) for row in rows if row.memory_bytes and row.tokens_per_s]
+    known = [(row, interval, size) for row, interval, size in measured if interval is not None and size is not None]
+
+    def errors(choose: Callable[[FigureRow, tuple[float, float], float], float]) -> str:
+        return _cells(*error_summary([(choose(row, interval, size), size) for row, interval, size in known]))
+
+    def by_time(limit_s: float) -> str:
+        return errors(lambda row, interval, _: interval[layer_seconds(row) < limit_s])
+
+    print("\nOf the playbook's rows, all of one kind, median and p90 (%):\n")
+    print("| gathered inputs are kept | median (%) | p90 (%) |\n| --- | --- | --- |")
+    print(f"| by no run | {errors(lambda _, interval, __: interval[0])} |")
+    print(f"| by all runs | {errors(lambda _, interval, __: interval[1])} |")
+    print(f"| by runs without a pipeline (the package's rule) | {_cells(*error_summary(memory_pairs(rows)))} |")
+    nearer = errors(lambda _, interval, size: min(interval, key=lambda end: abs(end - size)))
+    print(f"| by those that are nearer so (this uses the answer) | {nearer} |")
+    for limit_s in SLOW_S:
+        print(f"| by those that took less than {limit_s} s a layer and micro-batch | {by_time(limit_s)} |")
+    inside, number, _ = count_within(rows)
+    print(f"\nInside the interval between the first two lines, with 5 % at each end: {inside} of {number} rows.\n")
 
 
 def fit_speeds(
@@ -139,9 +120,9 @@ def fit_speeds(
     sample = rng.sample(table, min(len(table), 200)) + [row for row in rows if row.group not in PLAYBOOK_SHAPES]
 
     def score(values: dict[str, float]) -> float:
-        speeds, with_sweep = _split_speeds(values, constants)
+        speeds, with_own = _split_speeds(values, constants)
         errors: list[float] = []
-        for row in (with_constants(row, with_sweep) for row in sample):
+        for row in (with_constants(row, with_own) for row in sample):
             if row.run is not None and row.device is not None and row.tokens_per_s:
                 errors.append(abs(math.log(estimate_tokens_per_s(row.run, row.device, speeds) / row.tokens_per_s)))
         return statistics.mean(min(error, 1.5) for error in errors)
@@ -158,7 +139,7 @@ def fit_speeds(
 
 
 def _split_speeds(values: dict[str, float], constants: NanotronConstants) -> tuple[Speeds, NanotronConstants]:
-    own = {name: values[name] for name in ("layer_s", "second_sweep_s")}
+    own = {name: values[name] for name in ("layer_s", "pipeline_s")}
     speeds = Speeds(**{name: value for name, value in values.items() if name not in own})
     return speeds, dataclasses.replace(constants, **own)
 
@@ -275,10 +256,7 @@ def main() -> None:
     for name, rows in ({"playbook": used["playbook_h100"]} | tables | published).items():
         kind = "in view" if name in PUBLISHED_GROUPS else "fitted"
         print_line(name, kind, *judge(rows, NanotronConstants(), Speeds()))
-    peaks = peaks_of(used["playbook_h100"], NanotronConstants())
-    nearest = [min((p.first, p.second), key=lambda size, p=p: abs(size - p.measured)) for p in peaks]
-    known = error_summary([(size, peak.measured) for size, peak in zip(nearest, peaks, strict=True)])
-    print(f"\nIf it were known of which sweep a row is: memory's median and p90 {_cells(*known)} %.\n")
+    print_kinds(used["playbook_h100"])
     print_estimators({"playbook": used["playbook_h100"]} | published)
     everything = [row for rows in tables.values() for row in rows]
     speeds, constants = fit_speeds(everything, fit_memory(used["playbook_h100"]))

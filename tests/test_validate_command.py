@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from vlmcourse import cli
-from vlmcourse.planner.figure_check import KEYS, predict_memory_bytes, predict_tokens_per_s
+from vlmcourse.planner.figure_check import (
+    KEYS,
+    count_within,
+    memory_interval,
+    predict_memory_bytes,
+    predict_tokens_per_s,
+)
 from vlmcourse.planner.figure_rows import read_figures
 from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman, percentile, spearman
-from vlmcourse.planner.figure_software import SweepRule
 
 PLAYBOOK = "model,nodes,gpus,micro_batch,grad_accum,global_batch_seqs,dp,pp,tp,zero_stage,mfu_pct,tokens_s_gpu,\
 peak_gpu_mem_gb,status"
@@ -179,12 +184,24 @@ def test_rank_correlation_with_ties_and_regret_by_hand() -> None:
     assert mean_regret_pct([("a", 1.0, 1.0)]) is None
 
 
-def test_the_sweep_rule_reads_its_thresholds() -> None:
-    rule = SweepRule(one_stage_below=512, two_stages_up_to=64, four_stages_up_to=256, more_stages_up_to=128)
-    assert rule.is_first(tp=32, pp=1, num_gpus=256)
-    assert [rule.is_first(tp=tp, pp=1, num_gpus=512) for tp in (8, 32)] == [False, True]
-    assert [rule.is_first(tp=8, pp=pp, num_gpus=256) for pp in (2, 4, 8)] == [False, True, False]
-    assert not rule.is_first(tp=32, pp=4, num_gpus=256)
+def test_the_interval_holds_what_either_kind_of_run_keeps(tmp_path: Path) -> None:
+    lines = (
+        "8B,1,8,2,64,128,1,1,8,0,30,9000,50.0,ok",  # keeps gathered inputs: no pipeline
+        "8B,2,16,2,64,128,1,2,8,0,30,9000,50.0,ok",  # does not
+        "8B,1,8,2,64,128,8,1,1,0,30,9000,{},ok",  # nothing is gathered
+    )
+    kept, dropped, alone = read_figures(write(tmp_path / "a.csv", PLAYBOOK, *(line.format(50) for line in lines)))
+    (kept_least, kept_most), (least, most) = memory_interval(kept) or (0, 0), memory_interval(dropped) or (0, 0)
+    assert kept_least < kept_most == predict_memory_bytes(kept)
+    assert predict_memory_bytes(dropped) == least < most
+    # Two products of each of 32 layers keep 7/8 of 2 x 4096 tokens of 4096 two-byte elements more.
+    assert kept_most - kept_least == 32 * 2 * 2 * 4096 * 4096 * 2 * 7 / 8
+    point = memory_interval(alone) or (0, 0)
+    assert point[0] == point[1]
+    measured = [f"{point[0] / 2**30 * factor:.3f}" for factor in (0.94, 0.96, 1.04, 1.06)]
+    rows = read_figures(write(tmp_path / "b.csv", PLAYBOOK, *(lines[2].format(gib) for gib in measured)))
+    assert count_within(rows) == (2, 4, 0)
+    assert count_within([kept, dropped])[1:] == (2, 2)
 
 
 def test_the_command_prints_the_keys_and_null_where_there_is_nothing(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from vlmcourse.planner.figure_check import KEYS, group_rows, summarise_group
+from vlmcourse.planner.figure_check import KEYS, count_within, group_rows, summarise_group
 from vlmcourse.planner.figure_rows import read_figures
 
 
@@ -38,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{group.name}: {summary['used']} of {summary['rows']} rows used")
         for label, names in LABELS.items():
             print(f"  {label:<34}" + ", ".join(_show(summary[name], name) for name in names))
+        inside, measured, wide = count_within(group.rows)
+        if wide:
+            print(f"  {'peaks inside the interval':<34}{inside} of {measured}")
         for reason, count in group.reasons().items():
             print(f"  {count} not used: {reason}")
     return 0
@@ -46,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
 INTRODUCTION = """\
 Errors are |predicted / measured - 1|; n/a: no such figures. Tokens/s is a roofline's (planner/roofline.py).
 Some constants were fitted to the playbook's and llm-foundry's tables, so errors on those flatter the planner;
-bench/validate_planner.md has the errors on rows that were held back.
+bench/validate_planner.md has the errors on rows that were held back. The interval goes from a peak in which no gathered
+input of a tensor-parallel product is kept, less 5 %, to one in which all are, plus 5 %: tables mix such runs.
 """
 LABELS = {
     "peak memory, median and p90": ("memory_median_pct", "memory_p90_pct"),

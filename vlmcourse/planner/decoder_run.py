@@ -36,10 +36,6 @@ class Software:
     """Buffers of a whole micro-batch's tokens by the width, two bytes each, that sequence parallelism gathers into."""
     keeps_gathered: bool = False
     """Whether the two column-parallel products of a layer keep their gathered input, not their own part of it."""
-    gathered_after: float = 0.0
-    """Micro-batches in flight that do not have gathered inputs, in a pipeline."""
-    late_micro_batches: float = 0.0
-    """More micro-batches whose activations a pipeline's stage holds than its schedule asks for."""
     fixed_bytes: int = 0
     """Workspaces that do not grow with the run."""
     layer_s: float = 0.0005

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman
 from vlmcourse.planner.figure_values import FigureRow
@@ -45,6 +45,39 @@ class Group:
 def predict_memory_bytes(row: FigureRow) -> float | None:
     """Predict the peak of the rank that a row looked at, in bytes; None for a row that cannot be described."""
     return None if row.run is None else float(estimate_peak(row.run, row.stage).total_bytes)
+
+
+def memory_interval(row: FigureRow) -> tuple[float, float] | None:
+    """Return a row's peak in bytes if no gathered input of a product is kept, and if all are; None for a row unused.
+
+    The two are the ends of what asynchronous collectives may leave allocated; see `Software.keeps_gathered`.
+    """
+    if row.run is None:
+        return None
+    ends = (replace(row.run, software=replace(row.run.software, keeps_gathered=keeps)) for keeps in (False, True))
+    least, most = (float(estimate_peak(run, row.stage).total_bytes) for run in ends)
+    return least, most
+
+
+def count_within(rows: Sequence[FigureRow], margin: float = 0.05) -> tuple[int, int, int]:
+    """Count the rows whose measured peak lies in their `memory_interval`, each end moved out by a part of itself.
+
+    Args:
+        rows: of one or more groups.
+        margin: of each end.
+
+    Returns:
+        Rows inside, rows with a measured peak, and rows among these whose interval is wider than a point.
+    """
+    inside = measured = wide = 0
+    for row in rows:
+        interval = memory_interval(row)
+        if interval is None or not row.memory_bytes:
+            continue
+        measured += 1
+        wide += interval[1] > interval[0]
+        inside += interval[0] * (1 - margin) <= row.memory_bytes <= interval[1] * (1 + margin)
+    return inside, measured, wide
 
 
 def predict_tokens_per_s(row: FigureRow) -> float | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vlmcourse.planner.decoder_run import DecoderRun
 from vlmcourse.planner.figure_published import read_published
-from vlmcourse.planner.figure_software import TORCHTITAN, NanotronConstants, choose_sweep, nanotron
+from vlmcourse.planner.figure_software import TORCHTITAN, NanotronConstants, nanotron
 from vlmcourse.planner.figure_values import FigureRow, Skip, count_of, device_of, number_of
 from vlmcourse.planner.recipes import PRECISIONS
 from vlmcourse.presets import LanguageShape
@@ -43,8 +43,7 @@ def playbook_run(row: Mapping[str, str], constants: NanotronConstants | None = N
         raise Skip(f"model {row['model']!r}: its shape is not known; those of {', '.join(PLAYBOOK_SHAPES)} are")
     layers, width, heads, mlp, tied = PLAYBOOK_SHAPES[row["model"]]
     tp, pp, dp, accum = (count_of(row, name) for name in ("tp", "pp", "dp", "grad_accum"))
-    constants = constants or NanotronConstants()
-    run = DecoderRun(
+    return DecoderRun(
         shape=LanguageShape(
             vocab_size=PLAYBOOK_VOCAB,
             num_layers=layers,
@@ -55,7 +54,7 @@ def playbook_run(row: Mapping[str, str], constants: NanotronConstants | None = N
             tied_embeddings=tied,
         ),
         precision=PRECISIONS["bf16_fp32_grads"],
-        software=nanotron(constants, is_first=False, tp=tp, grad_accum_steps=accum),
+        software=nanotron(constants or NanotronConstants(), pp=pp),
         seq_len=PLAYBOOK_SEQ_LEN,
         dp=dp,
         tp=tp,
@@ -65,7 +64,6 @@ def playbook_run(row: Mapping[str, str], constants: NanotronConstants | None = N
         grad_accum_steps=accum,
         sequence_parallel=tp > 1,
     )
-    return choose_sweep(run, constants)
 
 
 def _read_playbook(row: Mapping[str, str]) -> FigureRow:

@@ -141,18 +141,14 @@ def selected_bytes(run: DecoderRun) -> float:
 
 def kept_bytes(run: DecoderRun, num_layers: int, stage: int) -> tuple[float, float]:
     """Bytes of the activations that a stage keeps at its fullest: its own, and gathered inputs of products."""
-    software, in_flight = run.software, run.micro_batches_in_flight(stage)
+    in_flight = run.micro_batches_in_flight(stage)
     width, element = run.shape.hidden_size, run.precision.compute_bytes
     stream = run.num_tokens * width * element / (run.tp if run.sequence_parallel else 1)
     own = num_layers * selected_bytes(run) + stream
-    count = float(in_flight)
-    if run.pp > 1 and run.grad_accum_steps >= run.pp:
-        count += software.late_micro_batches
-    if not (software.keeps_gathered and run.sequence_parallel) or run.recompute != "none":
-        return count * own, 0.0
-    with_gathered = in_flight if run.pp == 1 else max(0.0, in_flight - software.gathered_after)
+    if not (run.software.keeps_gathered and run.sequence_parallel) or run.recompute != "none":
+        return in_flight * own, 0.0
     gathered = 2 * run.num_tokens * width * element * (1 - 1 / run.tp)
-    return count * own, with_gathered * num_layers * gathered
+    return in_flight * own, in_flight * num_layers * gathered
 
 
 def _buffer_bytes(run: DecoderRun) -> int:

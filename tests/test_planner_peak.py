@@ -9,7 +9,16 @@ import pytest
 from vlmcourse.planner.decoder_run import DecoderRun, Software
 from vlmcourse.planner.figure_rows import playbook_run
 from vlmcourse.planner.layer_activations import count_language_layer_bytes, korthikanti_layer_bytes
-from vlmcourse.planner.peak import estimate_peak, estimate_state, kept_bytes, layer_bytes, list_moments, stage_params
+from vlmcourse.planner.peak import (
+    build_load,
+    estimate_peak,
+    estimate_state,
+    layer_bytes,
+    layer_of,
+    list_moments,
+    stage_params,
+)
+from vlmcourse.planner.rank_peak import most_stored
 from vlmcourse.planner.recipes import PRECISIONS
 from vlmcourse.presets import LanguageShape
 
@@ -28,10 +37,14 @@ def change(**values: object) -> DecoderRun:
     return dataclasses.replace(RUN, **values)  # pyright: ignore[reportArgumentType]
 
 
+def moments_of(run: DecoderRun, stage: int = 0) -> dict[str, dict[str, int]]:
+    """Return bytes by owner of each moment of a stage."""
+    return {peak.moment: peak.owners for peak in list_moments(run, stage)}
+
+
 def test_a_layer_is_what_the_exact_count_of_this_package_says() -> None:
     exact = count_language_layer_bytes(SHAPE, batch_size=2, seq_len=128, element_bytes=2, fused_norms=True)
-    left_out = {"norm1 statistics", "norm2 statistics", "rotations, in 16 bits"}
-    assert layer_bytes(RUN) == sum(size for name, size in exact.items() if name not in left_out)
+    assert layer_bytes(RUN) == sum(exact.values()) - exact["rotations, in 16 bits"]
 
 
 def test_a_packed_product_keeps_its_keys_and_values_once_more() -> None:
@@ -43,8 +56,8 @@ def test_a_gelu_layer_is_korthikantis_without_dropout_and_input_gradients() -> N
     shape = dataclasses.replace(SHAPE, mlp_size=256, num_kv_heads=8)
     run = change(shape=shape, mlp="gelu")
     rows, width = 256, 64
-    # Equation 1 has 34 s b h: two of them are the masks of two dropouts. Log-sum-exps are not in it.
-    sums = rows * shape.num_heads * 4
+    # Equation 1 has 34 s b h: two of them are the masks of two dropouts. Log-sum-exps and norms' statistics are not in it.
+    sums = rows * (shape.num_heads + 2) * 4
     assert layer_bytes(run) - sums == korthikanti_layer_bytes(128, 2, width, 8) - 2 * rows * width
 
 
@@ -61,14 +74,14 @@ def test_state_is_18_bytes_with_fp32_gradients_and_buckets_make_it_20() -> None:
 
 def test_whole_gradients_are_late_only_without_buckets() -> None:
     software = dataclasses.replace(PLAIN, bucket_bytes=2, late_gradient_bytes=2)
-    late = {dp: list_moments(change(software=software, dp=dp), 0)[2].owners["temporary"] for dp in (1, 2)}
+    late = {dp: moments_of(change(software=software, dp=dp))["gradients"]["temporary"] for dp in (1, 2)}
     assert late == {1: 2 * stage_params(RUN, 0), 2: 0}
 
 
 def test_tensor_parallelism_with_sequence_parallelism_divides_activations_and_alone_leaves_the_streams() -> None:
     whole = layer_bytes(RUN)
     assert layer_bytes(change(tp=4, sequence_parallel=True)) == whole / 4
-    streams = 256 * 4 * 64 * 2
+    streams = 256 * (4 * 64 * 2 + 2 * 4)  # inputs and outputs of two norms, and their statistics
     assert layer_bytes(change(tp=4)) == streams + (whole - streams) / 4
     assert layer_bytes(change(cp=2)) == whole / 2
 
@@ -78,17 +91,18 @@ def test_the_first_stage_holds_most_micro_batches_and_gpipe_all() -> None:
     assert [run.micro_batches_in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
     assert change(pp=4, grad_accum_steps=2).micro_batches_in_flight(0) == 2
     assert change(pp=4, schedule="gpipe").micro_batches_in_flight(3) == 8
-    one, _ = kept_bytes(run, 2, 3)
-    assert kept_bytes(run, 2, 0)[0] == 4 * one
+    first, second = (build_load(run, stage) for stage in (0, 1))
+    of_layer, stream = layer_bytes(run), 256 * 64 * 2
+    assert (most_stored(first), most_stored(second)) == (4 * (3 * of_layer + stream), 3 * (2 * of_layer + stream))
 
 
 def test_recomputation_keeps_inputs_and_needs_one_layer_again() -> None:
     full = change(recompute="full")
-    none_kept, full_kept = (kept_bytes(run, 8, 0)[0] for run in (RUN, full))
+    none_kept, full_kept = (most_stored(build_load(run, 0)) for run in (RUN, full))
     assert full_kept == 9 * 256 * 64 * 2
-    selective = kept_bytes(change(recompute="selective"), 8, 0)[0]
+    selective = most_stored(build_load(change(recompute="selective"), 0))
     assert full_kept < selective < none_kept
-    again = {run.recompute: list_moments(run, 0)[1].owners["temporary"] for run in (RUN, full)}
+    again = {run.recompute: moments_of(run)["language layer"]["temporary"] for run in (RUN, full)}
     assert again["full"] - again["none"] == layer_bytes(RUN) - 256 * 64 * 2
 
 
@@ -107,7 +121,8 @@ def test_gathered_inputs_are_kept_only_by_software_that_does() -> None:
     kept = dataclasses.replace(run, software=keeps)
     more = estimate_peak(kept).total_bytes - estimate_peak(run).total_bytes
     assert more == 8 * 2 * 256 * 64 * 2 * 3 // 4
-    assert kept_bytes(dataclasses.replace(kept, sequence_parallel=False), 8, 0)[1] == 0
+    without = [dataclasses.replace(each, sequence_parallel=False) for each in (kept, run)]
+    assert layer_of(without[0]) == layer_of(without[1])
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def count_language_layer_bytes(
     *,
     fused_norms: bool = False,
     autocast: bool = False,
+    gated: bool = True,
 ) -> Kept:
     """Count what a decoder block keeps.
 
@@ -117,6 +118,8 @@ def count_language_layer_bytes(
         fused_norms: whether norms are the GPU's kernels; PyTorch's CPU computes RMSNorm in single steps.
         autocast: whether weights and the residual stream are fp32 and products in 16 bits. Norms then keep fp32, each
             product casts the norm's output anew, and the 16-bit copies of the matrices are kept too.
+        gated: whether the MLP is a SwiGLU one with three matrices, as in this package's model, or has two and GELU, as
+            others have.
 
     Returns:
         Bytes by name, in the order in which forward makes them. The fp32 tables of rotations are not among them: one
@@ -147,11 +150,13 @@ def count_language_layer_bytes(
         "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
         **_count_norm("rmsnorm", "norm2", rows, D, stream_bytes, fused_norms),
         **({"norm2 output, cast for gate, value": 2 * width} if autocast else {"norm2 output": width}),
-        "gate before SiLU": hidden,
-        "gate after SiLU": hidden,
-        "value": hidden,
-        "gate x value": hidden,
+        **_count_mlp(hidden, gated),
     }
+
+
+def _count_mlp(hidden: int, gated: bool) -> Kept:
+    names = ("gate before SiLU", "gate after SiLU", "value", "gate x value")
+    return dict.fromkeys(names if gated else ("hidden before GELU", "hidden after GELU"), hidden)
 
 
 def korthikanti_layer_bytes(

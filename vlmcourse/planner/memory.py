@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from vlmcourse.planner import shapes
 from vlmcourse.planner.activations import Workload, estimate_activation_bytes
 from vlmcourse.planner.plan import Plan
-from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS
+from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS, Precision
 from vlmcourse.planner.stages import find_split
 from vlmcourse.presets import VLMShape
 
@@ -118,15 +118,24 @@ def estimate_state_bytes(
     Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", figure 1:
     7.5e9 parameters on 64 ranks need 120, 31.4, 16.6 and 1.9 GB in stages 0 to 3.
     """
-    if num_params < 0 or shard_degree < 1:
-        raise ValueError(f"num_params = {num_params}, shard_degree = {shard_degree}: need 0 or more, and 1 or more")
-    if zero_stage not in range(4):
-        raise ValueError(f"zero_stage = {zero_stage!r}: must be 0, 1, 2 or 3")
     if precision not in PRECISIONS:
         raise ValueError(f"precision = {precision!r}: choose one of {', '.join(PRECISIONS)}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer = {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
-    recipe = PRECISIONS[precision]
+    recipe = dataclasses.replace(PRECISIONS[precision], moment_bytes=OPTIMIZERS[optimizer])
+    return estimate_recipe_bytes(
+        num_params, recipe, zero_stage=zero_stage, shard_degree=shard_degree, trainable=trainable
+    )
+
+
+def estimate_recipe_bytes(
+    num_params: int, recipe: Precision, *, zero_stage: int = 0, shard_degree: int = 1, trainable: bool = True
+) -> StateBytes:
+    """Count the training state of one rank as `estimate_state_bytes` does, with a recipe's own bytes of moments."""
+    if num_params < 0 or shard_degree < 1:
+        raise ValueError(f"num_params = {num_params}, shard_degree = {shard_degree}: need 0 or more, and 1 or more")
+    if zero_stage not in range(4):
+        raise ValueError(f"zero_stage = {zero_stage!r}: must be 0, 1, 2 or 3")
     shard = -(-num_params // shard_degree)
     weights = (shard if zero_stage >= 3 else num_params) * recipe.weight_bytes
     if not trainable:
@@ -134,7 +143,7 @@ def estimate_state_bytes(
     return StateBytes(
         weights=weights,
         gradients=(shard if zero_stage >= 2 else num_params) * recipe.gradient_bytes,
-        optimizer=(shard if zero_stage >= 1 else num_params) * (recipe.master_bytes + OPTIMIZERS[optimizer]),
+        optimizer=(shard if zero_stage >= 1 else num_params) * (recipe.master_bytes + recipe.moment_bytes),
     )
 
 

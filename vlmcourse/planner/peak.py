@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from vlmcourse.planner.decoder_run import DecoderRun
 from vlmcourse.planner.layer_kept import LayerBytes, Lying, keep_tower, language_layer
-from vlmcourse.planner.memory import estimate_recipe_bytes
 from vlmcourse.planner.rank_peak import Peak, RankLoad, StageLoad, TowerLoad, find_peak
 from vlmcourse.planner.rank_peak import list_moments as list_moments_of
+from vlmcourse.planner.state_bytes import estimate_recipe_bytes
 
 
 def estimate_peak(run: DecoderRun, stage: int | None = None) -> Peak:

@@ -1,0 +1,221 @@
+"""Peak bytes of a rank of this package's runs, by owner and moment: both towers, the projector, any `ParallelConfig`.
+
+Enters: a `Job`. Leaves: a `RankLoad` for each rank of the pipeline, and the fullest `Peak`. Ranks that differ in other
+axes hold the same, but for shards that do not come out even. Chapter 7.
+
+Assumed: backward of a pipeline that splits it keeps a micro-batch's graph until its gradients of weights are done; the
+fused optimizer's step needs nothing more, that of 16-bit weights four fp32 copies of the largest tensor it updates.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from vlmcourse.planner.job import Job
+from vlmcourse.planner.layer_kept import LayerBytes, Lying, keep_tower, language_layer, vision_layer
+from vlmcourse.planner.pipeline_held import list_fullest
+from vlmcourse.planner.rank_peak import Peak, RankLoad, StageLoad, TowerLoad, find_peak
+from vlmcourse.planner.schedules import stages_of_rank
+from vlmcourse.planner.stage_ends import Ends, count_ends
+from vlmcourse.planner.stage_params import Unit, degree_of, list_units, unit_sizes
+from vlmcourse.planner.state_bytes import StateBytes, estimate_recipe_bytes
+
+STEP_COPIES = 4
+"""fp32 copies that the update of 16-bit weights makes of a tensor: gradient, weight and both moments."""
+
+
+def estimate_run_peak(job: Job, pp_rank: int | None = None) -> Peak:
+    """Return the fullest moment of a rank of the pipeline, or of the rank that needs most.
+
+    Args:
+        job: the run.
+        pp_rank: of the pipeline, from 0; by default all are looked at.
+
+    Raises:
+        ValueError: if there is no such rank.
+    """
+    if pp_rank is not None and not 0 <= pp_rank < job.layout.pp:
+        raise ValueError(f"pp_rank = {pp_rank}: must be 0 to {job.layout.pp - 1}, or leave it out")
+    ranks = range(job.layout.pp) if pp_rank is None else (pp_rank,)
+    return max((find_peak(build_run_load(job, rank)) for rank in ranks), key=lambda peak: peak.total_bytes)
+
+
+def build_run_load(job: Job, pp_rank: int) -> RankLoad:
+    """Return what a rank of the pipeline holds and keeps."""
+    pp, tp = job.layout.pp, job.layout.tp
+    numbers = stages_of_rank(job.schedule, pp, pp_rank) if pp > 1 else (0,)
+    units = [list_units(job.shape, job.split, number, job.vision_plan) for number in numbers]
+    held = [
+        (unit.tower, unit.number * unit.on_rank(degree_of(unit, tp, job.vision_tp))) for of in units for unit in of
+    ]
+    state = state_of_towers(job, held)
+    whole_gradients = sum(size * _gradient_bytes(job, tower) for tower, size in held)
+    gathered, late, at_step = 0.0, 0.0, 0.0
+    if job.zero_stage == 3 and job.shard_degree > 1:
+        gathered, late = _gathered(job, units, held)
+        gathered += whole_gradients if job.whole_gradients else 0.0
+    most = list_fullest(job.schedule, pp, job.grad_accum_steps, pp_rank)
+    # When all micro-batches are held none has left gradients; with one less, all are there.
+    fewer = [tuple(count - 1 for count in held) for held in most if max(held) == job.grad_accum_steps > 1]
+    largest = max((unit.on_rank(degree_of(unit, tp, job.vision_tp)) for of in units for unit in of), default=0)
+    master = job.recipe.weight_bytes < 4
+    return RankLoad(
+        stage=pp_rank,
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        stages=tuple(_build_stage(job, number, of) for number, of in zip(numbers, units, strict=True)),
+        in_flight=(*most, *fewer) if not job.gradients_stay else most,
+        num_microbatches=job.grad_accum_steps if pp > 1 else 1,
+        gradients_stay=job.gradients_stay,
+        gathered=gathered,
+        gathered_at_step=at_step,
+        late_gradients=late,
+        step_temporary=4.0 * STEP_COPIES * largest / job.shard_degree if master else 0.0,
+        buffers=_message_bytes(job, numbers) if pp > 1 else 0.0,
+        fixed=job.fixed_bytes,
+    )
+
+
+def state_of_towers(job: Job, held: list[tuple[str, int]]) -> StateBytes:
+    """Return the state of a rank that has so many parameters of each tower before sharding."""
+    trained = sum(size for tower, size in held if tower not in job.frozen)
+    frozen = sum(size for tower, size in held if tower in job.frozen)
+    count = functools.partial(
+        estimate_recipe_bytes, recipe=job.recipe, zero_stage=job.zero_stage, shard_degree=job.shard_degree
+    )
+    return count(trained) + count(frozen, trainable=False)
+
+
+def _gradient_bytes(job: Job, tower: str) -> int:
+    return 0 if tower in job.frozen else job.recipe.gradient_bytes
+
+
+def _gathered(job: Job, units: list[tuple[Unit, ...]], held: list[tuple[str, int]]) -> tuple[float, float]:
+    """Return what stays whole from forward to backward, and what the embedding needs whole at the end of backward."""
+    weight = job.recipe.weight_bytes
+    late = sum(
+        unit.on_rank(job.layout.tp) * _gradient_bytes(job, "language") * job.gradient_copies
+        for of in units
+        for unit in of
+        if unit.kind == "embedding"
+    )
+    if job.whole_weights:
+        return float(weight * sum(size for _, size in held)), float(late)
+    root = 0.0
+    for of in units:
+        of_root, _ = unit_sizes(of, job.layout.tp, job.vision_tp, tied_embeddings=job.shape.language.tied_embeddings)
+        root += sum(size * (weight + _gradient_bytes(job, tower)) for tower, size in of_root)
+    return root, float(late)
+
+
+def _unit_bytes(job: Job, unit: Unit) -> float:
+    """Return what is whole while a unit is at work in backward: weights, those fetched ahead, and its gradient."""
+    if job.zero_stage < 3 or job.shard_degree == 1:
+        return 0.0
+    size = unit.on_rank(degree_of(unit, job.layout.tp, job.vision_tp))
+    copies = 0 if job.whole_weights else 1 + job.prefetch
+    return float(size * (copies * job.recipe.weight_bytes + job.gradient_copies * _gradient_bytes(job, unit.tower)))
+
+
+@dataclass(frozen=True)
+class _Tower:
+    """A tower's layers, whatever stage they stand on."""
+
+    layer: LayerBytes
+    keeps: bool
+    """Whether a gradient passes through them."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _language(job: Job) -> _Tower:
+    tp = job.layout.tp
+    lying = Lying(attention_tp=tp, mlp_tp=tp, sequence_parallel=job.sequence_parallel)
+    layer = language_layer(
+        job.shape.language,
+        job.micro_batch_size,
+        -(-job.workload.seq_len // job.layout.cp),
+        job.recipe.compute_bytes,
+        lying,
+        fused_norms=job.fused_norms,
+        autocast=job.autocast,
+        trained="language" not in job.frozen,
+        cp=job.layout.cp,
+        cp_method=job.cp_method,
+    )
+    return _Tower(layer, keeps=set(job.frozen) != {"vision", "projector", "language"})
+
+
+@functools.lru_cache(maxsize=4096)
+def _vision(job: Job) -> _Tower:
+    attention_tp = 1 if job.vision_plan == "mlp_only" else job.vision_tp
+    layer = vision_layer(
+        job.shape.vision,
+        count_tiles(job),
+        job.recipe.compute_bytes,
+        Lying(attention_tp=attention_tp, mlp_tp=job.vision_tp),
+        fused_norms=job.fused_norms,
+        autocast=job.autocast,
+        trained="vision" not in job.frozen,
+    )
+    return _Tower(layer, keeps="vision" not in job.frozen)
+
+
+def count_tiles(job: Job) -> int:
+    """Return the tiles of a micro-batch that one rank encodes: a blank one where there are none."""
+    return max(1, -(-job.micro_batch_size * job.workload.tiles_per_sample // job.layout.cp))
+
+
+def _build_stage(job: Job, number: int, units: tuple[Unit, ...]) -> StageLoad:
+    split, towers = job.split, list[TowerLoad]()
+    layers = {unit.tower: unit for unit in units if unit.kind == "layer"}
+    for name, of, blocks in (
+        ("language", _language(job), split.language_blocks(number)),
+        ("vision", _vision(job), split.vision_blocks(number)),
+    ):
+        if not blocks:
+            continue
+        unit, layer = layers[name], of.layer
+        kept = keep_tower(job.recompute(name), len(blocks), layer, blocks[0])
+        size = unit.number * unit.on_rank(degree_of(unit, job.layout.tp, job.vision_tp))
+        stage_degree = job.shard_degree if job.zero_stage >= 2 else 1
+        towers.append(
+            TowerLoad(
+                name=name,
+                stored=kept.stored if of.keeps else 0.0,
+                temporary=layer.backward + (kept.again if of.keeps else 0.0),
+                unit=_unit_bytes(job, unit),
+                gradients=size * _gradient_bytes(job, name) / stage_degree,
+            )
+        )
+    output = next((unit for unit in units if unit.kind == "output"), None)
+    ends = _ends(job, tuple(unit.kind for unit in units))
+    return StageLoad(
+        towers=tuple(towers),
+        ends=ends.kept,
+        head_kept=ends.loss_kept,
+        head_temporary=ends.logits,
+        head_unit=_unit_bytes(job, output) if output is not None else 0.0,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends(job: Job, kinds: tuple[str, ...]) -> Ends:
+    return count_ends(job, kinds, count_tiles(job))
+
+
+def _message_bytes(job: Job, numbers: tuple[int, ...]) -> float:
+    """Return what a rank receives activations and gradients in: PyTorch keeps a buffer for each micro-batch."""
+    total, element = 0.0, job.recipe.compute_bytes
+    text = job.micro_batch_size * -(-job.workload.seq_len // job.layout.cp) * job.shape.language.hidden_size * element
+    positions = count_tiles(job) * (1 + job.shape.vision.num_patches)
+    picture = positions * job.shape.vision.hidden_size * element
+    for number in numbers:
+        for boundary in (number - 1, number):  # what comes before the stage, and what follows it
+            if 0 <= boundary < job.split.num_stages - 1:
+                is_text = boundary >= job.split.fusion_stage
+                has_block = any(job.split.language_blocks(earlier) for earlier in range(boundary + 1))
+                parts = job.layout.tp if job.sequence_parallel and has_block else 1
+                total += text / parts if is_text else picture
+    return job.grad_accum_steps * total

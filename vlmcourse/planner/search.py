@@ -166,7 +166,7 @@ def _walk_groups(walk: _Walk, candidates: Candidates) -> None:
                 continue
             # No policy keeps less than full recomputation, if that is among them.
             lean = leanest(choice, policies)
-            if _is_least(lean) and not walk.fits(lean, len(policies)):
+            if is_least(lean) and not walk.fits(lean, len(policies)):
                 continue
         _walk_policies(walk, choice, policies)
 
@@ -190,7 +190,7 @@ def leanest(choice: Choice, policies: tuple[tuple[str, str], ...]) -> Choice:
     return choice._replace(recompute_vision=vision, recompute_language=language)
 
 
-def _is_least(choice: Choice) -> bool:
+def is_least(choice: Choice) -> bool:
     """Whether no other policy of the same choice needs less memory."""
     return choice.recompute_language == "full" and choice.recompute_vision in ("full", "none")
 

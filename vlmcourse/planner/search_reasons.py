@@ -100,12 +100,15 @@ def say_stages(cost: Cost) -> str:
     return f"rank {slowest} of the pipeline has {max(busy) / mean_s:.2f} x the mean work"
 
 
-def say_miss(miss: Miss) -> str:
-    """Return how near a plan is to fitting, and what would help."""
+def say_miss(miss: Miss, best: Cost | None = None) -> str:
+    """Return how near a plan is to fitting, what would help and, given the best that fits, what it would gain."""
     needed, available = miss.needed_bytes / GB, miss.available_bytes / GB
     where = "of a node's main memory" if miss.is_host else ""
     head = f"{miss.cost.choice}: needs {needed:.1f} of {available:.1f} GB {where}".rstrip()
     text = f"{head}, {needed - available:.1f} too much"
+    if best is not None:
+        gain = miss.cost.samples_per_s / best.samples_per_s - 1
+        text += f", and {100 * abs(gain):.1f} % {'faster' if gain > 0 else 'slower'} than the best"
     if miss.remedy is None:
         return f"{text}; no single change of recomputation, micro-batch or ZeRO would make it fit"
     return f"{text}; {say_change(miss.cost.choice, miss.remedy)} would fit"
@@ -155,7 +158,7 @@ def say_search(search: Search) -> str:
         lines.append(f"next {search.best[1].choice}: the first is {say_why_faster(*search.best[:2])}")
     broken = ", ".join(f"{number:,} {words}" for rule, number, words, _ in count_rejected(search) if rule != "slower")
     lines.append(f"{looked}; rejected: {broken or 'none'}")
-    lines += [f"nearest miss: {say_miss(miss)}" for miss in search.misses[:1]]
+    lines += [f"nearest miss: {say_miss(miss, best)}" for miss in search.misses[:1]]
     return "\n".join(lines)
 
 

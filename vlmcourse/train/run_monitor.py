@@ -62,6 +62,7 @@ class RunMonitor:
     def open(self, run_folder: Path, start_step: int) -> None:
         """Begin the step log of a run, or go on with it after step `start_step`; a rank that cannot says so once."""
         self._is_open = True
+        self.meter.restart()
         try:
             self._writer = StepLogWriter(run_folder, self.ranks.rank, keep_until_step=start_step or None)
         except OSError as error:

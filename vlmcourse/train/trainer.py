@@ -317,8 +317,8 @@ class Trainer:
                         exact = self.evaluate()
                 if evaluated or self._is_due(config.log_every):
                     with self.monitor.event("log", self.step):
-                        rate, matched = totals.throughput.take_recent(), exact.fraction if evaluated else None
-                        report.log(build_row(step, rate, totals.seconds, matched, self.monitor.meter.measure()))
+                        measured = self.monitor.meter.measure(totals.throughput.take_tokens())
+                        report.log(build_row(step, totals.seconds, exact.fraction if evaluated else None, measured))
             result = totals.summarise(
                 self.config,
                 self.ranks,

@@ -90,7 +90,11 @@ class RunFacts:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Text and image tokens over all the time, samples that ranks share counted once."""
+        """Text and image tokens over all the time, samples that ranks share counted once.
+
+        A row's `performance/wall_tokens_per_second` is the same of the steps since the last row; it has warm-up, pauses
+        and profiled steps in it. `performance/tokens_per_second` leaves out what comes between steps.
+        """
         tokens = sum((r.text_tokens or 0) + (r.image_tokens or 0) for _, r in self.records())
         return tokens / self.num_sharing / self.wall_s
 

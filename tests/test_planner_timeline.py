@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pipeline_orders import torch_order
 
-from vlmcourse.planner.pipeline_held import count_held, peak_held_bytes, walk_held
+from vlmcourse.planner.pipeline_held import count_held, peak_held_bytes
 from vlmcourse.planner.pipeline_order import Step, list_steps
 from vlmcourse.planner.schedules import SCHEDULES, find_schedule_problems, ideal_bubble_fraction
 from vlmcourse.planner.timeline import StageTimes, Timeline, prepare_order, simulate_timeline
@@ -119,11 +119,6 @@ def test_micro_batches_held_are_those_of_the_paper() -> None:
     # Qi et al. 2023, section 6: in a V every rank holds at most as much, 2 p half stages.
     assert peak_held_bytes("zbv", 4, 12, [1.0] * 8) == (8, 8, 8, 8)
     assert peak_held_bytes("1f1b", 2, 4, [10.0, 7.0]) == (20, 7)
-
-
-def test_a_postponed_part_for_weights_holds_its_activations_until_it_is_done() -> None:
-    steps = [Step(kind, microbatch, 0) for kind, microbatch in (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("B", 1))]
-    assert [held[0] for _, held in walk_held(steps)] == [1, 1, 2, 2, 1]
 
 
 def test_an_order_that_can_never_run_is_refused() -> None:

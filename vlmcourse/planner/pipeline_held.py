@@ -23,7 +23,7 @@ def count_held(schedule: str, pp: int, num_microbatches: int) -> tuple[int, ...]
     orders = list_steps(schedule, pp, num_microbatches)
     peaks = [0] * (pp * SCHEDULES[schedule].stages_per_rank)
     for of_rank in orders:
-        for stage, held in walk_held(of_rank):
+        for stage, held in _walk_held(of_rank):
             peaks[stage] = max(peaks[stage], held[stage])
     return tuple(peaks)
 
@@ -40,13 +40,13 @@ def peak_held_bytes(schedule: str, pp: int, num_microbatches: int, stage_bytes: 
         stage_bytes: of one micro-batch on each stage.
     """
     return tuple(
-        max(sum(stage_bytes[stage] * count for stage, count in held.items()) for _, held in walk_held(of_rank))
+        max(sum(stage_bytes[stage] * count for stage, count in held.items()) for _, held in _walk_held(of_rank))
         for of_rank in list_steps(schedule, pp, num_microbatches)
     )
 
 
-def walk_held(steps: Sequence[Step]) -> Iterator[tuple[int, dict[int, int]]]:
-    """Yield the stage of each step of a rank, and how many micro-batches each stage of the rank holds while it runs."""
+def _walk_held(steps: Sequence[Step]) -> Iterator[tuple[int, dict[int, int]]]:
+    """Yield the stage of each step, and how many micro-batches each stage of the rank holds while it runs."""
     postponed = {(step.microbatch, step.stage) for step in steps if step.kind == "W"}
     held: dict[int, int] = {step.stage: 0 for step in steps}
     for step in steps:

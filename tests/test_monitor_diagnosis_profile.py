@@ -218,17 +218,22 @@ def test_steps_with_the_profiler_on_are_left_out_or_said_to_be_in(tmp_path: Path
 
 
 def test_a_profile_that_cannot_be_used_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    runs = {name: write_log(tmp_path / name) for name in ("empty", "broken", "ranks", "steps")}
+    runs = {name: write_log(tmp_path / name) for name in ("empty", "broken", "ranks", "steps", "settings")}
     (runs["empty"] / PROFILE_FOLDER).mkdir()
     add_profile(runs["broken"])
     (runs["broken"] / PROFILE_FOLDER / SUMMARY_JSON).write_text('{"steps": [4')
     add_profile(runs["ranks"], rank_time(0))
     add_profile(runs["steps"], steps=(400, 401))
+    add_profile(runs["settings"])
+    for path in (runs["settings"] / "steps").iterdir():
+        mark = {"event": "resume", "step": 10, "start_s": 1.0, "seconds": 0.0, "changed": "parallel.pp 1 -> 2"}
+        path.write_text(path.read_text() + json.dumps(mark) + "\n")
     expected = {
         "empty": "has no summary.json, so no profile is looked at",
         "broken": "no summary of this version",
         "ranks": "the profile of 1 rank(s) in steps 4 to 5 is not looked at",
         "steps": "in steps 400 to 401 is not looked at: the step log has not all of these steps",
+        "settings": "in steps 4 to 5 is not looked at: the step log has not all of these steps",
     }
     for name, words in expected.items():
         found = diagnose(runs[name])

@@ -9,7 +9,7 @@ from vlmcourse.planner.efficiency import Speeds, measured_speeds
 from vlmcourse.planner.fabric import Fabric, exposed_s
 from vlmcourse.planner.flops import StepFlops, Work, count_tower_flops
 from vlmcourse.planner.hardware import calibrated_device
-from vlmcourse.planner.layer_times import Compute
+from vlmcourse.planner.layer_times import Compute, projector_time
 from vlmcourse.planner.memory import local_params
 from vlmcourse.planner.network import Link
 from vlmcourse.planner.schedules import SCHEDULES, ideal_bubble_fraction
@@ -19,7 +19,7 @@ from vlmcourse.planner.step_result import PARTS, StepTime
 from vlmcourse.planner.step_settings import Ranks, StepSettings
 from vlmcourse.planner.step_time import decoder_alone, estimate_step_time
 from vlmcourse.plots.timeline import plot_timeline
-from vlmcourse.presets import LanguageShape, get_cluster, get_model
+from vlmcourse.presets import Cluster, LanguageShape, get_cluster, get_model
 
 TINY, BIG = get_model("tiny"), get_model("internvl2-26b")
 H100X8, H100X16 = get_cluster("h100x8"), get_cluster("h100x16")
@@ -195,6 +195,66 @@ def test_data_parallel_ranks_send_the_bytes_of_the_papers() -> None:
     replicas = Plan(dp_replicate=2, dp_shard=4, zero_stage=3)
     step = estimate_step_time(replicas, TINY, H100X8, IMAGES, device=fast, speeds=IDEAL, fabric=link)
     assert step.seconds == pytest.approx(3 * once + 2 * params / 4)
+
+
+def test_context_ranks_hold_shards_as_well() -> None:
+    link = Fabric(node=Link(latency_s=0.0, bytes_per_s=1.0), devices_per_node=8, call_s=0.0)
+    fast = dataclasses.replace(CORE, dense_flop_per_s={"bf16": 1e30})
+    plan, settings = Plan(dp_shard=2, zero_stage=3), StepSettings(cp=2)
+    short = Workload(seq_len=2, tiles_per_sample=0)  # so that context ranks send next to nothing else
+    step = estimate_step_time(plan, TINY, H100X8, short, settings, device=fast, speeds=IDEAL, fabric=link)
+    params = sum(local_params(Plan(), TINY, 0).values())
+    assert step.parts["sharding"] == pytest.approx(3 * 2 * params * 3 / 4, rel=0.02)
+
+
+def test_gradients_of_weights_multiply_over_the_positions() -> None:
+    compute = Compute(CORE, dataclasses.replace(IDEAL, half_inner=1000.0), "fp32", 4)
+    time = projector_time(TINY, compute, 10)
+    rows, wide, width = 40, 256, 96
+    flops = 2 * rows * (wide * width + width * width)
+    assert time.weight_s * PEAK == pytest.approx(flops * (1 + 1000 / rows))
+    assert time.forward_s * PEAK == pytest.approx(
+        2 * rows * (wide * width * (1 + 1000 / wide) + width * width * (1 + 1000 / width))
+    )
+
+
+def test_messages_between_stages_take_the_network_where_stages_fill_nodes() -> None:
+    settings = StepSettings(grad_accum_steps=2)
+
+    def message_s(plan: Plan, cluster: Cluster) -> float:
+        pipeline = estimate_step_time(plan, BIG, cluster, None, settings).pipeline
+        assert pipeline is not None
+        start_s, end_s = pipeline.messages[0]
+        return end_s - start_s
+
+    inside, between = message_s(Plan(pp=2, dp_shard=4), H100X8), message_s(Plan(pp=2, dp_shard=8), H100X16)
+    assert between > 5 * inside  # 50 instead of 450 GB/s
+    alike = Plan(pp=4, dp_shard=4), Plan(pp=4, dp_shard=2)  # ranks 0-3 to 4-7 are of one node
+    assert message_s(alike[0], H100X16) == message_s(alike[1], H100X8)
+
+
+def test_the_step_ends_when_the_rank_with_most_to_update_has_done_so() -> None:
+    plan, settings = Plan(pp=2), StepSettings(grad_accum_steps=4)
+    step = estimate_step_time(plan, BIG, H100X8, None, settings, split=split_at(BIG, [90]))
+    first, last = step.ranks
+    assert first["optimizer"] > 3 * last["optimizer"]
+    assert sum(first.values()) == pytest.approx(sum(last.values())) == pytest.approx(step.seconds)
+    assert step.pipeline is not None
+    assert step.seconds == pytest.approx(step.pipeline.step_s + first["optimizer"])
+
+
+def test_the_optimizer_reads_and_writes_its_share_of_the_state() -> None:
+    params = sum(local_params(Plan(), TINY, 0).values())
+
+    def seconds(**fields) -> float:
+        slow = dataclasses.replace(CORE, memory_bytes_per_s=1.0, dense_flop_per_s={"bf16": 1e30})
+        step = estimate_step_time(Plan(**fields), TINY, H100X8, IMAGES, device=slow, speeds=IDEAL, fabric=FREE_FABRIC)
+        return step.parts["optimizer"]
+
+    # Master weights and two moments in fp32 both ways, the weight written, the gradient for norm, update and zero.
+    assert seconds() == pytest.approx(params * (2 * 12 + 2 + 3 * 2))
+    assert seconds(dp_shard=4) == pytest.approx(seconds())
+    assert seconds(dp_shard=4, zero_stage=1) == pytest.approx(seconds() / 4)
 
 
 def test_tensor_ranks_send_four_all_reduces_a_block_and_six_with_recomputation() -> None:

@@ -21,7 +21,7 @@ from vlmcourse.planner.fabric import Fabric, exposed_s, fabric_of, group_of
 from vlmcourse.planner.flops import TOWERS, Work, count_step_flops
 from vlmcourse.planner.hardware import DeviceSpec, get_device
 from vlmcourse.planner.layer_times import Compute
-from vlmcourse.planner.offload_cost import estimate_offload_cost, machine_of
+from vlmcourse.planner.offload_cost import Machine, estimate_offload_cost, machine_of
 from vlmcourse.planner.offload_memory import estimate_offloaded_memory
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS
@@ -70,15 +70,8 @@ def estimate_step_time(
     workload, settings = workload or Workload(), settings or StepSettings()
     device = device or get_device(cluster.device)
     compute = _compute(device, speeds or speeds_of(device), plan.recipe.compute_dtype, plan.recipe.compute_bytes)
-    fabric = fabric or fabric_of(cluster)
-    machine = None
-    if plan.offload_optimizer:
-        if plan.pp > 1:
-            raise ValueError(
-                f"offload_optimizer with pp = {plan.pp}: its time is not described; set pp = 1, or leave it"
-            )
-        machine = machine_of(cluster)
-    ranks = Ranks(plan, settings, model, workload, fabric, compute, machine)
+    machine = _machine_of(plan, cluster) if plan.offload_optimizer else None
+    ranks = Ranks(plan, settings, model, workload, fabric or fabric_of(cluster), compute, machine)
     if plan.pp == 1:
         costs = stage_costs(ranks, split_whole(model))
         timeline = None
@@ -99,6 +92,12 @@ def estimate_step_time(
         power_w=device.power_w,
         pipeline=timeline,
     )
+
+
+def _machine_of(plan: Plan, cluster: Cluster) -> Machine:
+    if plan.pp > 1:
+        raise ValueError(f"offload_optimizer with pp = {plan.pp}: its time is not described; set pp = 1, or leave it")
+    return machine_of(cluster)
 
 
 @lru_cache(maxsize=256)

@@ -92,7 +92,11 @@ class RunFacts:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Text and image tokens over all the time, samples that ranks share counted once."""
+        """Text and image tokens over all the time, samples that ranks share counted once.
+
+        A row's `performance/wall_tokens_per_second` is the same of the steps since the last row; it has warm-up, pauses
+        and profiled steps in it. `performance/tokens_per_second` leaves out what comes between steps.
+        """
         tokens = sum((r.text_tokens or 0) + (r.image_tokens or 0) for _, r in self.records())
         return tokens / self.num_sharing / self.wall_s
 
@@ -197,19 +201,22 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
     logs = read_step_log(folder)
     written = common_steps(logs)
     gaps = describe_gaps(folder, logs)
-    steps = latest_steps(written)
-    cycles_s = find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
+    events = {rank: log.events for rank, log in logs.items()}
+    alike = latest_steps(written, events, notes)
+    steps = dict(list(alike.items())[WARMUP_STEPS:])
+    left_out = list(notes)
+    cycles_s = find_cycles(steps, events, notes)
     if len(cycles_s) < MIN_STEPS:
         raise ValueError(
             f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
             f"{MIN_STEPS} to look at and one that ends them; "
-            + ("; ".join(gaps) or "wait, or make a run with train.num_steps = 20")
+            + "; ".join((*left_out, *(gaps or ["wait, or make a run with train.num_steps = 20"])))
         )
     notes += gaps
     config, shape = _read_config(folder, notes)
-    profiled = read_profile(folder, written, logs, notes)
+    profiled = read_profile(folder, alike, logs, notes)
     cycles_s = without_profiler(
-        cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(written)), notes
+        cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(alike)), notes
     )
     cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
     if any(seconds <= 0 for of_rank in cycles_s.values() for seconds in of_rank.values()):
@@ -224,11 +231,11 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
         config=config,
         shape=shape,
         hardware=_read_hardware(folder, notes),
-        rows=_read_rows(folder / "log.jsonl", notes),
+        rows=[row for row in _read_rows(folder / "log.jsonl", notes) if row["step"] >= min(alike)],
         steps=kept,
         following={step: steps[step + 1] for step in kept},
         cycles_s=cycles_s,
-        events={rank: [event for event in logs[rank].events if event.step in kept] for rank in ranks},
+        events={rank: [event for event in events[rank] if event.step in kept] for rank in ranks},
         notes=notes,
         profiled=profiled,
     )

@@ -159,7 +159,10 @@ def _while_held(load: RankLoad, stored: float, is_first: bool) -> Iterator[tuple
             last = {"gradients": back + others * grown, "activations": left - others * tower.stored}
             yield f"{tower.name}, first layers", at_work | last
             exchanged = {"gathered": load.gathered + tower.unit_after}
-            yield f"{tower.name}, exchange", exchanged | {"gradients": back, "activations": left - tower.share * tower.stored}
+            yield (
+                f"{tower.name}, exchange",
+                exchanged | {"gradients": back, "activations": left - tower.share * tower.stored},
+            )
             left -= tower.stored
             back += grown
 

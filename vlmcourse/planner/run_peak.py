@@ -19,7 +19,7 @@ from vlmcourse.planner.layer_kept import LayerBytes, Lying, keep_tower, language
 from vlmcourse.planner.pipeline_held import list_fullest
 from vlmcourse.planner.rank_peak import Peak, RankLoad, StageLoad, TowerLoad, find_peak
 from vlmcourse.planner.schedules import stages_of_rank
-from vlmcourse.planner.stage_ends import Ends, count_ends, pixel_bytes
+from vlmcourse.planner.stage_ends import count_ends, pixel_bytes
 from vlmcourse.planner.stage_params import Unit, degree_of, list_units, unit_sizes
 from vlmcourse.planner.state_bytes import StateBytes, estimate_recipe_bytes
 
@@ -44,14 +44,12 @@ def estimate_run_peak(job: Job, pp_rank: int | None = None) -> Peak:
 
 
 def build_run_load(job: Job, pp_rank: int, layers: Mapping[str, LayerBytes] | None = None) -> RankLoad:
-    """Return what a rank of the pipeline holds and keeps; `layers` are those of `count_layers`, where they are there."""
+    """Return what a rank of the pipeline holds and keeps; `layers` is what `count_layers` returns, if it is known."""
     layers = layers or count_layers(job)
     pp, tp = job.layout.pp, job.layout.tp
     numbers = stages_of_rank(job.schedule, pp, pp_rank) if pp > 1 else (0,)
     units = [list_units(job.shape, job.split, number, job.vision_plan) for number in numbers]
-    held = [
-        (unit.tower, unit.number * unit.on_rank(degree_of(unit, tp, job.vision_tp))) for of in units for unit in of
-    ]
+    held = [(unit.tower, unit.number * unit.on_rank(degree_of(unit, tp, job.vision_tp))) for of in units for unit in of]
     state = state_of_towers(job, held)
     whole_gradients = sum(size * _gradient_bytes(job, tower) for tower, size in held)
     gathered, late = 0.0, 0.0

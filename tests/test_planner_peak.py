@@ -56,7 +56,7 @@ def test_a_gelu_layer_is_korthikantis_without_dropout_and_input_gradients() -> N
     shape = dataclasses.replace(SHAPE, mlp_size=256, num_kv_heads=8)
     run = change(shape=shape, mlp="gelu")
     rows, width = 256, 64
-    # Equation 1 has 34 s b h: two of them are the masks of two dropouts. Log-sum-exps and norms' statistics are not in it.
+    # Equation 1 has 34 s b h: two of them are the masks of two dropouts. Sums and norms' statistics are not in it.
     sums = rows * (shape.num_heads + 2) * 4
     assert layer_bytes(run) - sums == korthikanti_layer_bytes(128, 2, width, 8) - 2 * rows * width
 

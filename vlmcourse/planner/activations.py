@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from vlmcourse.planner.job import describe_plan
 from vlmcourse.planner.plan import Plan
-from vlmcourse.planner.rank_peak import list_moments
+from vlmcourse.planner.rank_peak import RankLoad, list_moments
 from vlmcourse.planner.run_peak import build_run_load
 from vlmcourse.planner.workload import Workload
 from vlmcourse.presets import VLMShape
@@ -36,6 +36,10 @@ def estimate_activation_bytes(plan: Plan, model: VLMShape, workload: Workload, s
     Returns:
         Bytes.
     """
-    moments = list_moments(build_run_load(describe_plan(plan, model, workload), stage))
-    # Without the update: its copies are no activations.
-    return max(sum(peak.owners[owner] for owner in OWNERS) for peak in moments if peak.moment != "step")
+    return activations_of(build_run_load(describe_plan(plan, model, workload), stage))
+
+
+def activations_of(load: RankLoad) -> int:
+    """Return the activation bytes of a load at their fullest moment; what an update copies is none of them."""
+    moments = (peak for peak in list_moments(load) if peak.moment != "step")
+    return max(sum(peak.owners[owner] for owner in OWNERS) for peak in moments)

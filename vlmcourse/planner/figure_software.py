@@ -23,7 +23,7 @@ class NanotronConstants:
     """As in `Software`."""
     layer_s: float = 0.0028
     """As in `Software`."""
-    pipeline_s: float = 0.61
+    pipeline_s: float = 0.1
     """Of a micro-batch at every stage of a pipeline, whatever its size."""
 
 

@@ -108,10 +108,7 @@ def describe_config(
     layout, precision = find_layout(parallel, world_size), config.train.precision
     accumulation, is_sharded = config.train.accumulation_steps, parallel.strategy in SHARDED
     recipe = TRAINED[precision]
-    if parallel.strategy == "zero1":
-        shards = layout.world_size
-    else:
-        shards = layout.dp_shard * layout.cp if is_sharded else 1
+    shards = {"zero1": layout.world_size}.get(parallel.strategy, layout.dp_shard * layout.cp if is_sharded else 1)
     return Job(
         shape=shape,
         recipe=recipe,

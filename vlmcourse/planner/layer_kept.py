@@ -162,6 +162,8 @@ class TowerKept:
     stored: float
     again: float
     """Of the largest segment while backward makes it again, beside what is stored of it."""
+    longest: int
+    """Layers of that segment; 1 where nothing is made again."""
 
 
 def keep_tower(policy: str, num_layers: int, layer: LayerBytes, first_number: int = 0) -> TowerKept:
@@ -179,7 +181,8 @@ def keep_tower(policy: str, num_layers: int, layer: LayerBytes, first_number: in
     num_covered, num_segments, longest = _segments(policy, num_layers, first_number)
     of_segment = layer.selective if policy == "selective" else layer.input
     again = layer.whole * longest - of_segment if longest else 0.0
-    return TowerKept((num_layers - num_covered) * layer.whole + num_segments * of_segment, max(0.0, again))
+    stored = (num_layers - num_covered) * layer.whole + num_segments * of_segment
+    return TowerKept(stored, max(0.0, again), max(1, longest))
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ and gradient accumulator for what they keep.
 from __future__ import annotations
 
 from vlmcourse.planner.decoder_run import DecoderRun
-from vlmcourse.planner.layer_kept import LayerBytes, Lying, keep_tower, language_layer
+from vlmcourse.planner.layer_kept import LayerBytes, Lying, language_layer
 from vlmcourse.planner.rank_peak import Peak, RankLoad, StageLoad, TowerLoad, find_peak
 from vlmcourse.planner.rank_peak import list_moments as list_moments_of
 from vlmcourse.planner.state_bytes import estimate_recipe_bytes

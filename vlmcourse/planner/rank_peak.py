@@ -22,7 +22,8 @@ class Peak:
     stage: int
     """Rank of the pipeline."""
     moment: str
-    """head, language layer, vision layer, gradients or step."""
+    """head; of each tower the layer that goes backward first, the tower's first layers, and the exchange of a layer's
+    gradients ("language layer", "language, first layers", "language, exchange"); gradients; step."""
     owners: dict[str, int]
     """Bytes by owner, in the order of `OWNERS`; those that hold nothing are 0."""
 
@@ -44,6 +45,10 @@ class TowerLoad:
     """Of one layer, or segment of layers, that goes backward: what is made again, and gradients of activations."""
     unit: float = 0.0
     """Gathered for the layer at work, and its whole gradient."""
+    unit_after: float = 0.0
+    """The same when the layer has gone backward: its whole gradient is then being exchanged."""
+    share: float = 1.0
+    """Part of the tower's layers here that is at work at once: one layer, or the longest segment."""
     gradients: float = 0.0
     """Of weights, when the tower has gone backward; as they are kept."""
 
@@ -87,6 +92,10 @@ class RankLoad:
     """Of a step: while all of these are held at once, none has left gradients; 0 is any number of them."""
     gradients_stay: bool = True
     """Whether gradients, or the buckets that they are in, are there before the first backward."""
+    gradients_last: bool = False
+    """Whether they come with the last micro-batch only: shards, where whole gradients are exchanged then."""
+    always_stored: float = 0.0
+    """Kept through forward and backward, whichever micro-batches are under way: the pictures of all of them."""
     gathered: float = 0.0
     """Whole weights and gradients that stay from forward to backward, beside the shards."""
     gathered_at_step: float = 0.0
@@ -118,13 +127,14 @@ def most_stored(load: RankLoad) -> float:
 
 
 def _stored(load: RankLoad, held: tuple[int, ...]) -> float:
-    return sum(stage.stored * count for stage, count in zip(load.stages, held, strict=True))
+    return load.always_stored + sum(stage.stored * count for stage, count in zip(load.stages, held, strict=True))
 
 
 def _list_moments(load: RankLoad) -> Iterator[tuple[str, dict[str, float]]]:
     always = {"weights": load.weights, "optimizer": load.optimizer, "buffers": load.buffers, "fixed": load.fixed}
     for held in load.in_flight:
-        is_first = not load.gradients_stay and all(count == load.num_microbatches for count in held)
+        none_left = not load.gradients_stay and all(count == load.num_microbatches for count in held)
+        is_first = none_left or load.gradients_last
         for moment, owners in _while_held(load, _stored(load, held), is_first):
             yield moment, always | owners
     after = always | {"gradients": load.gradients}
@@ -141,10 +151,20 @@ def _while_held(load: RankLoad, stored: float, is_first: bool) -> Iterator[tuple
             logits = {"logits": stage.head_temporary + stage.head_kept, "gathered": load.gathered + stage.head_unit}
             yield "head", logits | {"gradients": back, "activations": left}
         for tower in stage.towers:
+            grown = tower.gradients if is_first else 0.0
             at_work = {"temporary": tower.temporary, "gathered": load.gathered + tower.unit}
+            others = 1 - tower.share
             yield f"{tower.name} layer", at_work | {"gradients": back, "activations": left}
+            # Its first layers, at which backward comes last: the others have gone, and left their gradients.
+            last = {"gradients": back + others * grown, "activations": left - others * tower.stored}
+            yield f"{tower.name}, first layers", at_work | last
+            exchanged = {"gathered": load.gathered + tower.unit_after}
+            yield (
+                f"{tower.name}, exchange",
+                exchanged | {"gradients": back, "activations": left - tower.share * tower.stored},
+            )
             left -= tower.stored
-            back = back + tower.gradients if is_first else back
+            back += grown
 
 
 def _round(load: RankLoad, moment: str, owners: dict[str, float]) -> Peak:

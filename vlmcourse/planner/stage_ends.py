@@ -6,6 +6,7 @@ package's model computes them. Chapter 7.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 from vlmcourse.planner.job import Job
@@ -28,25 +29,25 @@ class Ends(NamedTuple):
     cast and the logits."""
 
 
-def count_ends(job: Job, kinds: tuple[str, ...], num_tiles: int) -> Ends:
+def count_ends(job: Job, kinds: Set[str], num_tiles: int) -> Ends:
     """Count what a stage keeps outside of its layers.
 
     Args:
         job: the run.
-        kinds: of the `Unit`s that stand on the stage.
+        kinds: tower and kind of the `Unit`s that stand on the stage.
         num_tiles: that this rank encodes of a micro-batch.
     """
     kept = loss_kept = logits = 0.0
     rows = job.micro_batch_size * -(-job.workload.seq_len // job.layout.cp)
     language, element = job.shape.language, job.recipe.compute_bytes
-    if "patches" in kinds and "vision" not in job.frozen:
-        kept += num_tiles * 3 * job.shape.vision.image_size_px**2 * PIXEL_BYTES
-    if "projector" in kinds:
+    if "vision patches" in kinds and job.layout.pp == 1 and "vision" not in job.frozen:
+        kept += pixel_bytes(job, num_tiles)  # a pipeline has those of all micro-batches all the time
+    if "projector projector" in kinds:
         kept += _count_fusion(job, num_tiles)
-    if "layer" in kinds and ("embedding" in kinds or "norm" in kinds or "projector" not in kinds):
+    if "language layer" in kinds:
         # Tables of rotations, one pair for all decoder layers of the stage.
         kept += 2 * rows / job.micro_batch_size * (language.hidden_size // language.num_heads) * 4
-    if "norm" in kinds:
+    if "language norm" in kinds:
         parts = job.layout.tp if job.sequence_parallel else 1
         stream = 4 if job.autocast else element
         norm = count_norm_bytes("rmsnorm", "norm", rows, language.hidden_size, stream, job.fused_norms)
@@ -57,6 +58,11 @@ def count_ends(job: Job, kinds: tuple[str, ...], num_tiles: int) -> Ends:
         loss_kept = 4.0 * words + rows * INDEX_BYTES
         logits = 8.0 * words
     return Ends(kept, loss_kept, logits)
+
+
+def pixel_bytes(job: Job, num_tiles: int) -> float:
+    """Return the bytes of a micro-batch's tiles, which the patch embedding keeps where it is trained."""
+    return num_tiles * 3.0 * job.shape.vision.image_size_px**2 * PIXEL_BYTES
 
 
 def _count_fusion(job: Job, num_tiles: int) -> float:

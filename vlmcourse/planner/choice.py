@@ -1,7 +1,7 @@
 """What a search is asked, and one complete answer to it: everything that decides bytes and seconds of a step.
 
-Enters: a model, a cluster, samples of a step (`Task`); degrees, stages, recomputation, micro-batches (`Choice`). Leaves:
-the same as the `Plan` with `StepSettings` that `step_time.py` takes, as the `Job` that `run_peak.py` takes, and as the
+Enters: a model, a cluster, samples of a step (`Task`); degrees, stages, recomputation, batches (`Choice`). Leaves: the
+same as the `Plan` with `StepSettings` that `step_time.py` takes, as the `Job` that `run_peak.py` takes, and as the
 `ParallelConfig` that this package trains with. What is searched is in `search_space.py`. Imports no torch. Chapter 7.
 
 ZeRO-2 and 3 are FSDP2's, as in `parallel/`: ZeRO-2 keeps shards of weights between steps and whole ones within a step.
@@ -209,8 +209,8 @@ class Task:
             workload=self.fullest,
             layout=Layout(
                 pp=choice.pp,
-                dp_replicate=choice.dp_replicate,
-                dp_shard=choice.dp_shard,
+                dp_replicate=choice.dp_replicate if sharded else choice.dp_degree,
+                dp_shard=choice.dp_shard if sharded else 1,
                 cp=choice.cp,
                 tp=choice.tp,
             ),

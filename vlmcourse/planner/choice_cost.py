@@ -1,7 +1,8 @@
 """What one choice costs, seconds and bytes, and bounds that it cannot be better than.
 
 Enters: a `Task`, a `Choice`. Leaves: a `Cost`: step time with the wait for ranks with more tiles, peak by owner; lower
-bounds of both for a fraction of the work. Memory is `run_peak.py`'s, time `step_time.py`'s. Imports no torch. Chapter 7.
+bounds of both for a fraction of the work. Memory is `run_peak.py`'s, time `step_time.py`'s. Imports no torch.
+Chapter 7.
 
 Bounds leave terms out, and none that is below zero. A step is no shorter than what the mean rank of a pipeline
 computes and sends inside its stages in all micro-batches (`bound_s`), and no shorter than what any rank does, after the
@@ -70,9 +71,9 @@ class Cost:
         return self.peak.total_bytes
 
     @property
-    def rank_key(self) -> tuple[float, int, Choice]:
-        """What choices are compared by: seconds a sample; of equal ones the one with fewer ranks to a sample first."""
-        return 1 / self.samples_per_s, self.choice.cp * self.choice.tp * self.choice.pp, self.choice
+    def rank_key(self) -> tuple[float, int, int, Choice]:
+        """What choices are compared by: seconds a sample, then memory, then how few ranks share a sample."""
+        return 1 / self.samples_per_s, self.peak_bytes, self.choice.cp * self.choice.tp * self.choice.pp, self.choice
 
 
 class Costs:
@@ -90,7 +91,7 @@ class Costs:
         """Return the samples of a step."""
         return choice.micro_batch_size * choice.grad_accum_steps * choice.dp_degree
 
-    # --- Bounds ---------------------------------------------------------------------------------------------------------
+    # --- Bounds -----------------------------------------------------------------------------------------------------
 
     def bound_s(self, choice: Choice) -> float:
         """Return seconds a sample that a choice cannot be faster than."""
@@ -116,7 +117,10 @@ class Costs:
 
     def bound_bytes(self, choice: Choice) -> float:
         """Return bytes that the fullest rank of a choice, whatever it recomputes, needs at least."""
-        cost, recipe = self._whole(choice._replace(recompute_vision="none", recompute_language="none")), self.task.recipe
+        cost, recipe = (
+            self._whole(choice._replace(recompute_vision="none", recompute_language="none")),
+            self.task.recipe,
+        )
         shards = choice.dp_shard * choice.cp if choice.zero_stage else 1
         of_weights = of_gradients = 1 / shards if choice.zero_stage >= 2 else 1.0
         if choice.zero_stage == 2:
@@ -154,19 +158,22 @@ class Costs:
 
     def _ranks(self, choice: Choice, workload: Workload | None) -> Ranks:
         """Return what the cost of stages depends on, if no rank shares state with others."""
-        task, alone = self.task, Choice(
-            tp=choice.tp,
-            vision_tp=choice.vision_tp,
-            cp=choice.cp,
-            micro_batch_size=choice.micro_batch_size,
-            recompute_vision=choice.recompute_vision,
-            recompute_language=choice.recompute_language,
+        task, alone = (
+            self.task,
+            Choice(
+                tp=choice.tp,
+                vision_tp=choice.vision_tp,
+                cp=choice.cp,
+                micro_batch_size=choice.micro_batch_size,
+                recompute_vision=choice.recompute_vision,
+                recompute_language=choice.recompute_language,
+            ),
         )
         settings = StepSettings(cp=choice.cp)
         chosen = workload or task.workload
         return Ranks(task.plan(alone), settings, task.model, chosen, task.used_fabric, self._compute)
 
-    # --- Costs ----------------------------------------------------------------------------------------------------------
+    # --- Costs ------------------------------------------------------------------------------------------------------
 
     def find_peak(self, choice: Choice) -> tuple[Peak, int]:
         """Return the fullest rank's peak on its device, and bytes in main memory."""
@@ -218,9 +225,7 @@ class Costs:
             fabric=task.used_fabric,
         )
         peak, host_bytes = self.find_peak(choice)
-        return Cost(
-            choice=choice, step=step, imbalance_s=self._imbalance_s(choice), peak=peak, host_bytes=host_bytes
-        )
+        return Cost(choice=choice, step=step, imbalance_s=self._imbalance_s(choice), peak=peak, host_bytes=host_bytes)
 
     def _imbalance_s(self, choice: Choice) -> float:
         """Return what a step is longer because samples of one rank have more tiles than those of others.

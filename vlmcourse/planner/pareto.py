@@ -65,7 +65,9 @@ def find_front(
         raise ValueError("offload = True: memory moved to the node would look like memory saved; search without it")
     costs, front = Costs(task), Front()
     limit = limit_bytes or LIMIT_FACTOR * costs.limit_bytes
-    bounded = sorted((costs.bound_s(choice), choice, policies) for choice, policies in list_candidates(task, space).groups)
+    bounded = sorted(
+        (costs.bound_s(choice), choice, policies) for choice, policies in list_candidates(task, space).groups
+    )
     for _, choice, policies in bounded:
         lean = leanest(choice, policies)
         if prune and _is_beaten(costs, front, choice, costs.bound_bytes(choice), limit):

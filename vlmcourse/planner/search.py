@@ -1,7 +1,7 @@
 """The best plans for a model, a cluster and a batch: all there are are looked at, most of them through a bound alone.
 
-Enters: a `Task`, a `SearchSpace`. Leaves: a `Search`: the fastest plans that fit, ranked; how many broke which rule; the
-nearest misses. Reasons in words are in `search_reasons.py`. Imports no torch. Chapter 7.
+Enters: a `Task`, a `SearchSpace`. Leaves: a `Search`: the fastest plans that fit, ranked; how many broke which rule;
+the nearest misses. Reasons in words are in `search_reasons.py`. Imports no torch. Chapter 7.
 
 In the order in which choices are cheap to refuse: rules of divisibility (`search_space.py`), then groups by a lower
 bound of their time, the most promising first, until no group can be among the best any more. In each group first a
@@ -150,9 +150,7 @@ def search_plans(task: Task, space: SearchSpace | None = None, *, top: int = 5, 
 def _walk_groups(walk: _Walk, candidates: Candidates) -> None:
     """Look at groups of choices, those with the lowest bound first."""
     costs = walk.costs
-    bounded = sorted(
-        (costs.bound_s(choice), choice, policies) for choice, policies in candidates.groups
-    )
+    bounded = sorted((costs.bound_s(choice), choice, policies) for choice, policies in candidates.groups)
     for place, (bound_s, choice, policies) in enumerate(bounded):
         if walk.is_beaten(bound_s):
             walk.reject("slower", sum(len(policies) for _, _, policies in bounded[place:]))
@@ -199,9 +197,13 @@ def _find_misses(walk: _Walk) -> tuple[Miss, ...]:
     """Return the plans nearest to fitting; of them, those that would be faster than the best, where there are any."""
     costs, missed = walk.costs, sorted(walk.missed)
     best_s = 1 / walk.best[0].samples_per_s if walk.best else 0.0
-    promising = [(excess, choice) for excess, choice in missed if costs.bound_s(choice) < best_s]
-    near = [_build_miss(costs, choice) for _, choice in promising[:MISSES_TIMED]]
-    near = [miss for miss in near if 1 / miss.cost.samples_per_s < best_s]
+    promising = [(excess, choice) for excess, choice in missed if costs.bound_stages_s(choice) < best_s]
+    fastest = sorted((costs.bound_s(choice), choice) for _, choice in promising)
+    near: list[Miss] = []
+    for choices in (promising, fastest):  # those nearest to fitting, or, if none of them is faster, the fastest
+        if not near:
+            timed = (_build_miss(costs, choice) for _, choice in choices[:MISSES_TIMED])
+            near = [miss for miss in timed if 1 / miss.cost.samples_per_s < best_s]
     if not near:
         of_grids = {choice[:7]: choice for _, choice in reversed(missed)}  # the nearest of each grid of ranks and ZeRO
         near = [_build_miss(costs, choice) for choice in of_grids.values()]

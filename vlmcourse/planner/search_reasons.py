@@ -22,6 +22,8 @@ SMALL_FRACTION = 0.005
 """Of a step: parts below it are not worth a word."""
 EQUAL_FRACTION = 1e-3
 """Times nearer to each other than this are called equal: no model of time is that exact."""
+ALIKE_FRACTION = 0.01
+"""Plans of one kind nearer to each other than this are shown once."""
 RULE_WORDS = {
     "sharding": "ZeRO that splits nothing, or shards without ZeRO",
     "heads": "tp does not divide the query heads",
@@ -72,8 +74,10 @@ def say_why_faster(one: Cost, other: Cost) -> str:
     scale = one.step.num_samples / other.step.num_samples
     saved_s = other.seconds * scale - one.seconds
     if saved_s <= EQUAL_FRACTION * one.seconds:
-        fewer = one.choice.cp * one.choice.tp * one.choice.pp < other.choice.cp * other.choice.tp * other.choice.pp
-        reason = "fewer ranks share a sample" if fewer else f"{abs(100 * saved_s / one.seconds):.2g} % apart"
+        spared = (other.peak_bytes - one.peak_bytes) / GB
+        reason = (
+            f"{abs(spared):.1f} GB {'less' if spared > 0 else 'more'} memory" if abs(spared) >= 0.1 else "equal memory"
+        )
         return f"as fast as the next ({reason})"
     mine, theirs = split_seconds(one), split_seconds(other)
     gains = sorted(((theirs[name] * scale - mine[name], name) for name in mine), reverse=True)
@@ -93,7 +97,10 @@ def say_stages(cost: Cost) -> str:
     if cost.choice.pp == 1:
         return ""
     busy = [
-        sum(parts[name] for name in ("forward", "backward", "recompute", "tensor_parallel", "context_parallel", "sharding"))
+        sum(
+            parts[name]
+            for name in ("forward", "backward", "recompute", "tensor_parallel", "context_parallel", "sharding")
+        )
         for parts in cost.step.ranks
     ]
     slowest, mean_s = max(range(len(busy)), key=busy.__getitem__), sum(busy) / len(busy)
@@ -136,6 +143,28 @@ def count_rejected(search: Search) -> list[tuple[str, int, str, str]]:
         (rule, number, RULE_WORDS.get(rule, rule), search.examples.get(rule, ""))
         for rule, number in sorted(search.rejected.items(), key=lambda item: (-item[1], item[0]))
     ]
+
+
+def drop_alike(costs: Sequence[Cost]) -> list[Cost]:
+    """Leave out plans that differ from a better one in nothing that matters.
+
+    Such have the same pipeline, tensor ranks, ZeRO and recomputation, about the same time, and share samples and
+    sequences out between data-parallel and context ranks in another way.
+    """
+    found: list[Cost] = []
+    for cost in costs:
+        if not any(_kind(cost) == _kind(known) and _is_about(cost, known) for known in found):
+            found.append(cost)
+    return found
+
+
+def _kind(cost: Cost) -> tuple[object, ...]:
+    chosen = cost.choice
+    return chosen.tp, chosen.pp, chosen.vision_tp, *chosen[6:9], *chosen[11:]
+
+
+def _is_about(one: Cost, other: Cost) -> bool:
+    return abs(one.samples_per_s - other.samples_per_s) <= ALIKE_FRACTION * one.samples_per_s
 
 
 def say_reasons(costs: Sequence[Cost]) -> list[str]:

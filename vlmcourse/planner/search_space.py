@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
-from vlmcourse.layout import find_layout, sequence_multiple
+from vlmcourse.layout import GRADIENT_SYNCS, find_layout, sequence_multiple
 from vlmcourse.planner.choice import Choice, Task, strategy_of, to_config
 from vlmcourse.planner.degrees import find_shape_problems
 from vlmcourse.planner.schedules import SCHEDULES, find_schedule_problems, find_tied_problem
@@ -39,6 +39,8 @@ class SearchSpace:
     vision_stages: tuple[int, ...] = (0, 1)
     """Stages for the vision tower alone; 0 lets it share stages with language layers."""
     zero_stages: tuple[int, ...] = ZERO_STAGES
+    gradient_syncs: tuple[str, ...] = ("every", "last")
+    """With which micro-batches ZeRO-2 and 3 may scatter gradients; a pipeline does with the last alone."""
     micro_batch_sizes: tuple[int, ...] = ()
     """Empty: all that divide a rank's samples."""
     grad_accum_steps: tuple[int, ...] = ()
@@ -58,9 +60,14 @@ class SearchSpace:
             for policy in getattr(self, name)
             if (problem := find_policy_problem(policy))
         ]
-        for name, known in (("schedules", tuple(SCHEDULES)), ("zero_stages", ZERO_STAGES)):
+        known_names = (
+            ("schedules", tuple(SCHEDULES)),
+            ("zero_stages", ZERO_STAGES),
+            ("gradient_syncs", GRADIENT_SYNCS),
+        )
+        for name, known in known_names:
             wrong += [f"{name}: {one!r} is not one of {known}" for one in getattr(self, name) if one not in known]
-        needed = ("recompute_vision", "recompute_language", "schedules", "vision_stages", "zero_stages")
+        needed = ("recompute_vision", "recompute_language", *(name for name, _ in known_names), "vision_stages")
         wrong += [f"{name} is empty: nothing is left to search" for name in needed if not getattr(self, name)]
         for name, least in (("micro_batch_sizes", 1), ("grad_accum_steps", 1), ("vision_stages", 0)):
             wrong += [f"{name}: {n!r} must be {least} or more" for n in getattr(self, name) if n < least]
@@ -82,7 +89,9 @@ class SearchSpace:
 class Candidates:
     """What is left to look at, and what broke a rule."""
 
-    groups: list[tuple[Choice, tuple[tuple[str, str], ...]]] = field(default_factory=list[tuple[Choice, tuple[tuple[str, str], ...]]])
+    groups: list[tuple[Choice, tuple[tuple[str, str], ...]]] = field(
+        default_factory=list[tuple[Choice, tuple[tuple[str, str], ...]]]
+    )
     """A choice without recomputation, and the policies that it may have."""
     broken: Counter[str] = field(default_factory=Counter[str])
     """Rule -> plans."""
@@ -116,7 +125,7 @@ def list_candidates(task: Task, space: SearchSpace) -> Candidates:
 def _list_layouts(task: Task, space: SearchSpace) -> Iterator[Choice]:
     """Yield all products of five degrees that use every rank."""
     num_ranks = task.cluster.num_devices
-    for tp, vision_tp in ((tp, vision) for tp in _divisors(num_ranks) for vision in sorted({1, tp})):
+    for tp, vision_tp in ((degree, vision) for degree in _divisors(num_ranks) for vision in sorted({1, degree})):
         for pp in _divisors(num_ranks // tp):
             for cp in _divisors(num_ranks // tp // pp):
                 if (space.max_pp and pp > space.max_pp) or (space.max_cp and cp > space.max_cp):
@@ -144,7 +153,7 @@ def _add_layout(
         return
     for zero_stage in space.zero_stages:
         choice = layout._replace(zero_stage=zero_stage)
-        syncs = {accumulation: _list_syncs(choice, accumulation) for _, accumulation in batches}
+        syncs = {accumulation: _list_syncs(choice, accumulation, space) for _, accumulation in batches}
         num_batches = sum(len(syncs[accumulation]) for _, accumulation in batches)
         if broken := _find_layout_problem(task, space, choice):
             found.reject(broken[0], num_batches * each, broken[1])
@@ -180,11 +189,11 @@ def _list_batches(task: Task, space: SearchSpace, dp_degree: int) -> tuple[list[
     return [(size, samples // size) for size in sizes], ""
 
 
-def _list_syncs(choice: Choice, accumulation: int) -> tuple[str, ...]:
+def _list_syncs(choice: Choice, accumulation: int, space: SearchSpace) -> tuple[str, ...]:
     """Return when gradients may be exchanged; it matters to shards alone, and a pipeline exchanges at the end."""
     if choice.zero_stage < 2 or accumulation == 1:
         return ("every",)
-    return ("last",) if choice.pp > 1 else ("every", "last")
+    return tuple(sync for sync in space.gradient_syncs if sync == "last" or choice.pp == 1)
 
 
 def _find_layout_problem(task: Task, space: SearchSpace, choice: Choice) -> tuple[str, str] | None:
@@ -238,8 +247,6 @@ def _schedule_problems(schedule: str, pp: int, num: int, strategy: str, reshards
 
 def _package_problems(task: Task, choice: Choice) -> list[str]:
     """Return what this package's configuration says against a choice."""
-    if choice.pp > 1 and choice.zero_stage >= 2:
-        choice = choice._replace(gradient_sync="last")
     config = to_config(choice)
     if problems := config.problems() or find_shape_problems(config, task.model):
         return problems

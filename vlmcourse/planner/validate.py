@@ -134,9 +134,13 @@ def _rank_problems(plan: Plan, cluster: Cluster, cp: int) -> list[Problem]:
     """Check that the plan uses every rank and splits state where it says it does."""
     found = []
     if plan.num_ranks * cp != cluster.num_devices:
-        names, of_cp = ("dp_replicate x dp_shard x cp x tp x pp", f" x {cp}") if cp > 1 else (
-            "dp_replicate x dp_shard x tp x pp",
-            "",
+        names, of_cp = (
+            ("dp_replicate x dp_shard x cp x tp x pp", f" x {cp}")
+            if cp > 1
+            else (
+                "dp_replicate x dp_shard x tp x pp",
+                "",
+            )
         )
         product = f"{plan.dp_replicate} x {plan.dp_shard}{of_cp} x {plan.tp} x {plan.pp} = {plan.num_ranks * cp}"
         found.append(

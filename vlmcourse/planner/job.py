@@ -14,6 +14,7 @@ from vlmcourse.layout import Layout, find_layout
 from vlmcourse.planner.degrees import choose_split, settle
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS, TRAINED, Precision
+from vlmcourse.planner.schedules import SCHEDULES
 from vlmcourse.planner.stages import StageSplit, find_split, split_evenly
 from vlmcourse.planner.workload import Workload
 from vlmcourse.presets import VLMShape
@@ -67,6 +68,16 @@ class Job:
     """Whether weights are fp32 and products in 16 bits, counted as on a CPU."""
     fixed_bytes: int = 0
     """Kept free for what is not counted: context, workspaces, fragmentation."""
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What is known to take more bytes than are counted, in sentences; empty where nothing is."""
+        if self.layout.pp == 1 or not SCHEDULES[self.schedule].splits_backward:
+            return ()
+        return (
+            f"{self.schedule}: counted is what its order of forwards and backwards asks for; PyTorch 2.13 was measured "
+            "to hold up to 1.9 times as many bytes of activations (bench/planner_vs_ledger.md)",
+        )
 
     def recompute(self, tower: str) -> str:
         """Return the policy for the activations of a tower, vision or language."""

@@ -59,7 +59,7 @@ def check_utilisation(function: Any, points: float, seed: int, num_cases: int) -
         value for part, value in worth.items() if part != "no peak"
     )  # else None for all would earn points
     earned = sum(SHARES[part] * value / num_cases for part, value in worth.items()) if has_numbers else 0.0
-    return award(points, earned, sum(SHARES.values()))
+    return award(points, earned / sum(SHARES.values()), 1)
 
 
 def _ask(function: Any, case: StepCase) -> Outcome:

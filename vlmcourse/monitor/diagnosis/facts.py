@@ -40,6 +40,8 @@ class RunFacts:
     rows: list[dict[str, Any]]
     steps: dict[int, dict[int, StepRecord]]
     """By step, then by rank."""
+    following: dict[int, dict[int, StepRecord]]
+    """By one of these steps: the step after it, which may be none of them."""
     cycles_s: dict[int, dict[int, float]]
     """Of the same steps: seconds up to the rank's next step."""
     events: dict[int, list[EventRecord]]
@@ -112,16 +114,18 @@ class RunFacts:
 
     def event_seconds(self, kind: str) -> dict[int, float]:
         """Return seconds of one kind of event, by rank, without what it waited in them for ranks that were late."""
-        return {
-            rank: sum(e.seconds - self._waits_for_late_s(e) for e in self.events[rank] if e.event == kind)
-            for rank in self.ranks
-        }
+        return {rank: sum(self.event_s(rank, step, kind) for step in self.steps) for rank in self.ranks}
+
+    def event_s(self, rank: int, step: int, kind: str = "") -> float:
+        """Return the same of one rank after one step; of all kinds where none is named."""
+        events = [event for event in self.events_after(rank, step) if kind in ("", event.event)]
+        return sum(event.seconds - self.late_wait_s(event) for event in events)
 
     def event_waits(self) -> dict[int, float]:
         """Return the seconds that each rank waited in events for ranks that came late to them."""
-        return {rank: sum(self._waits_for_late_s(event) for event in self.events[rank]) for rank in self.ranks}
+        return {rank: sum(self.late_wait_s(event) for event in self.events[rank]) for rank in self.ranks}
 
-    def _waits_for_late_s(self, event: EventRecord) -> float:
+    def late_wait_s(self, event: EventRecord) -> float:
         """Return what a rank waited in an event beyond what the rank that waited least did."""
         return max(0.0, (event.communication_s or 0.0) - self._least_waits_s.get((event.event, event.step), 0.0))
 
@@ -140,6 +144,23 @@ class RunFacts:
         steps = self.sums(lambda record: record.step_s)
         events = {rank: sum(event.seconds for event in self.events[rank]) for rank in self.ranks}
         return {rank: max(0.0, cycles[rank] - steps[rank] - events[rank]) for rank in self.ranks}
+
+    def gap_s(self, rank: int, step: int) -> float:
+        """Return the time between a rank's step and its next one that no event explains."""
+        events_s = sum(event.seconds for event in self.events_after(rank, step))
+        return max(0.0, self.cycles_s[step][rank] - self.steps[step][rank].step_s - events_s)
+
+    def events_after(self, rank: int, step: int) -> list[EventRecord]:
+        """Return a rank's events between a step and the next."""
+        return self._events_by_step.get((rank, step), [])
+
+    @cached_property
+    def _events_by_step(self) -> dict[tuple[int, int], list[EventRecord]]:
+        found: dict[tuple[int, int], list[EventRecord]] = {}
+        for rank, events in self.events.items():
+            for event in events:
+                found.setdefault((rank, event.step), []).append(event)
+        return found
 
     def count_flops(self, record: StepRecord) -> StepFlops | None:
         """Count what a rank executed in a step, padding included; None where model or work is not known."""
@@ -205,6 +226,7 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
         hardware=_read_hardware(folder, notes),
         rows=_read_rows(folder / "log.jsonl", notes),
         steps=kept,
+        following={step: steps[step + 1] for step in kept},
         cycles_s=cycles_s,
         events={rank: [event for event in logs[rank].events if event.step in kept] for rank in ranks},
         notes=notes,

@@ -21,7 +21,6 @@ from torch import Tensor
 from vlmcourse import cli
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.train import export
 from vlmcourse.train.export import CheckpointWeights, export_hf_folder
 from vlmcourse.train.trainer import Trainer
 
@@ -235,14 +234,14 @@ def test_a_bad_folder_is_explained_and_left_alone(
     assert out.read_text(encoding="utf-8") == "a file"
     out.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(export.shutil, "disk_usage", lambda place: Usage(10, 9, 1))
+        patch.setattr(shutil, "disk_usage", lambda place: Usage(10, 9, 1))
         fails("MB and its disk has 0.000 MB free: free some")
 
     def fill_up(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vlmcourse.models.hf.save_file", fill_up)
+        patch.setattr("vlmcourse.models.weight_files.save_file", fill_up)
         fails("free some space")
     assert not list(tmp_path.iterdir())
     out = tmp_path / "file" / "out"

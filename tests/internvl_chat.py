@@ -14,19 +14,26 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 IMAGE_TOKEN = 3
 Weights = dict[str, Tensor]
 
 
-def chat_config(architecture: str, big_vision: bool = False, **changes: Any) -> dict[str, Any]:
+def chat_config(
+    architecture: str, changes: dict[str, Any] | None = None, *, big_vision: bool = False
+) -> dict[str, Any]:
     """Return a config.json as OpenGVLab's folders have it, of a tiny model; dotted names change an entry."""
     kind = {"InternLM2ForCausalLM": "internlm2", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[architecture]
     config: dict[str, Any] = {
         "_commit_hash": None,
         "architectures": ["InternVLChatModel"],
-        "auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"},
+        "auto_map": {
+            "AutoConfig": "configuration_internvl_chat.InternVLChatConfig",
+            "AutoModel": "modeling_internvl_chat.InternVLChatModel",
+            "AutoModelForCausalLM": "modeling_internvl_chat.InternVLChatModel",
+        },
         "downsample_ratio": 0.5,
         "dynamic_image_size": True,
         "force_image_size": 16,
@@ -82,7 +89,7 @@ def chat_config(architecture: str, big_vision: bool = False, **changes: Any) -> 
     }
     if kind == "internlm2":
         config["llm_config"]["bias"] = False
-    for path, value in changes.items():
+    for path, value in (changes or {}).items():
         section, _, key = path.rpartition(".")
         (config[section] if section else config)[key] = value
     return config
@@ -196,13 +203,14 @@ def read_files(folder: Path) -> Weights:
     return weights
 
 
-def reference_logits(folder: Path, ids_BS: Tensor, pixels_ICHW: Tensor) -> Tensor:
+def reference_logits(folder: Path, ids_BS: Tensor, pixels_ICHW: Tensor, image_token_id: int = IMAGE_TOKEN) -> Tensor:
     """Return what the original model computes from a folder's files, in float64.
 
     Args:
         folder: in the original layout.
         ids_BS: [batch, seq], without padding; image tokens stand for the features of the tiles in order.
         pixels_ICHW: all tiles [tiles, 3, height, width].
+        image_token_id: what stands for a feature.
 
     Returns:
         Logits [batch, seq, vocabulary].
@@ -215,7 +223,7 @@ def reference_logits(folder: Path, ids_BS: Tensor, pixels_ICHW: Tensor) -> Tenso
     embedding = w["language_model.model." + ("tok_embeddings.weight" if is_internlm2 else "embed_tokens.weight")]
     rows = []
     for ids in ids_BS.tolist():
-        x = torch.stack([features.pop(0) if token == IMAGE_TOKEN else embedding[token] for token in ids])
+        x = torch.stack([features.pop(0) if token == image_token_id else embedding[token] for token in ids])
         rows.append(_decode(x, w, config["llm_config"]))
     assert not features
     head = w.get("language_model.output.weight", w.get("language_model.lm_head.weight", embedding))
@@ -315,3 +323,24 @@ def _decode(x: Tensor, w: Weights, text: dict[str, Any]) -> Tensor:
         gated = _linear(y, w, start + gate)
         x = x + _linear(gated * torch.sigmoid(gated) * _linear(y, w, start + up), w, start + down)
     return _rms_norm(x, w, "language_model.model.norm", eps)
+
+
+def write_qwen_tokenizer(folder: Path) -> int:
+    """Write tokenizer files as a Qwen2 folder of OpenGVLab's has them, of bytes; return the number of ids."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ye", "yes"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\ny e\nye s\n", encoding="utf-8")
+    controls = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>")
+    added = {token: len(pieces) + i for i, token in enumerate(controls)}
+    (folder / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    config = {
+        "added_tokens_decoder": {str(i): {"content": token, **flags} for token, i in added.items()},
+        "additional_special_tokens": list(controls[1:]),
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return len(pieces) + len(added)

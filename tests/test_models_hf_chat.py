@@ -29,11 +29,11 @@ CASES: dict[str, dict[str, Any]] = {
     "26B: InternLM2, RMSNorm, qk-norm": chat_config(INTERNLM2, big_vision=True),
     "8B: InternLM2, LayerNorm, biases": chat_config(INTERNLM2),
     "1B: Qwen2": chat_config(QWEN2),
-    "Qwen2 tied, RMSNorm": chat_config(QWEN2, big_vision=True, **{"llm_config.tie_word_embeddings": True}),
-    "76B: Llama": chat_config(LLAMA, big_vision=True, **{"llm_config.rope_scaling": None}),
-    "as before 1.5: Llama, v1, earlier vision layer": chat_config(LLAMA, ps_version="v1", select_layer=-2),
-    "InternLM2 without groups": chat_config(INTERNLM2, **{"llm_config.num_key_value_heads": 6}),
-    "InternLM2 with one group": chat_config(INTERNLM2, **{"llm_config.num_key_value_heads": 1}),
+    "Qwen2 tied, RMSNorm": chat_config(QWEN2, {"llm_config.tie_word_embeddings": True}, big_vision=True),
+    "76B: Llama": chat_config(LLAMA, {"llm_config.rope_scaling": None}, big_vision=True),
+    "as before 1.5: Llama, v1, earlier vision layer": chat_config(LLAMA, {"ps_version": "v1", "select_layer": -2}),
+    "InternLM2 without groups": chat_config(INTERNLM2, {"llm_config.num_key_value_heads": 6}),
+    "InternLM2 with one group": chat_config(INTERNLM2, {"llm_config.num_key_value_heads": 1}),
 }
 
 
@@ -231,7 +231,7 @@ def test_the_image_token_is_found_in_the_tokenizer(tmp_path: Path, name: str, co
 
 
 def test_stochastic_depth_is_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = chat_config(QWEN2, **{"vision_config.drop_path_rate": 0.1})
+    config = chat_config(QWEN2, {"vision_config.drop_path_rate": 0.1})
     load_hf_folder(write_folder(tmp_path, config, random_weights(config)))
     assert "drop_path_rate = 0.1" in caplog.text
 

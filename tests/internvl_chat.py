@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 def chat_config(
     architecture: str, changes: dict[str, Any] | None = None, *, big_vision: bool = False
 ) -> dict[str, Any]:
-    """Return a config.json as OpenGVLab's folders have it, of a tiny model; dotted names change an entry."""
+    """Return a tiny model's config.json as OpenGVLab's folders have it; dotted names change an entry."""
     kind = {"InternLM2ForCausalLM": "internlm2", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[architecture]
     config: dict[str, Any] = {
         "_commit_hash": None,

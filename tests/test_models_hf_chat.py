@@ -152,6 +152,32 @@ def test_every_preset_survives_the_way_through_a_config() -> None:
         assert again == dataclasses.replace(shape, source=again.source)
 
 
+def test_the_published_config_of_26b_is_the_preset() -> None:
+    # config.json of OpenGVLab/InternVL2-26B, without what says nothing of the model.
+    config = chat_config(INTERNLM2, big_vision=True)
+    config["force_image_size"] = 448
+    config["llm_config"] |= {
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 48,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "vocab_size": 92553,
+    }
+    config["vision_config"] |= {
+        "hidden_size": 3200,
+        "image_size": 448,
+        "intermediate_size": 12800,
+        "num_attention_heads": 25,
+        "num_hidden_layers": 45,
+        "patch_size": 14,
+    }
+    shape = MODELS["internvl2-26b"]
+    found = shape_from_chat_config(config, shape.image_token_id, shape.name)
+    assert found == dataclasses.replace(shape, source=found.source)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
@@ -167,6 +193,7 @@ def test_every_preset_survives_the_way_through_a_config() -> None:
         ),
         ("llm_config.architectures", ["Qwen3ForCausalLM"], "Qwen3ForCausalLM"),
         ("llm_config.bias", True, "llm_config.bias must be there and False"),
+        ("llm_config.bias", ..., "llm_config.bias must be there and False"),
         ("llm_config.rope_scaling", {"type": "linear", "factor": 2.0}, "llm_config rotary positions of type 'linear'"),
         ("llm_config.rope_pos_id_version", "v2pe_fix", "rope_pos_id_version = 'v2pe_fix'"),
         ("llm_config.head_dim", 8, "head_dim = 8"),

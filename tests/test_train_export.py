@@ -66,6 +66,26 @@ def test_the_command_says_what_it_wrote(
     assert "step 1 of single" in said and re.search(r" in float32, 0\.1\d\d MB -> ", said)
 
 
+def test_the_original_layout_is_written_too(
+    trained: tuple[Path, Trainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, trainer = trained
+    argv = ["export", str(run), "--layout", "internvl_chat", "--out"]
+    assert cli.main([*argv, str(tmp_path / "out")]) == 0
+    assert "(internvl_chat: a config.json without the original's code)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["model_type"] == "internvl_chat"
+    weights = load_hf_folder(tmp_path / "out").state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in trainer.model.state_dict().items())
+    assert cli.main([*argv, str(tmp_path / "two"), "--like", str(tmp_path / "out"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["layout"], said["like"]) == ("internvl_chat", str(tmp_path / "out"))
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    assert cli.main([*argv, str(tmp_path / "three"), "--like", str(run)]) == 2
+    assert "is no folder of an InternVLChatModel" in capsys.readouterr().err
+    assert not (tmp_path / "three").exists()
+
+
 def test_weights_are_read_one_by_one_into_several_files(
     trained: tuple[Path, Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ def random_weights(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = t
     weights: Weights = {}
 
     def add(name: str, *size: int, around: float = 0.0) -> None:
-        spread = 0.3 if len(size) == 2 else 0.2
+        spread = 0.2
         weights[name] = (around + spread * torch.randn(size, generator=generator)).to(dtype)
 
     def add_linear(name: str, out: int, into: int, bias: bool) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.layout import Layout, find_layout
+from vlmcourse.layout import Layout, ParallelConfig, find_layout
 from vlmcourse.planner.degrees import choose_split, settle
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS, TRAINED, Precision
@@ -108,14 +108,7 @@ def describe_config(
             for compressed gradients and for fp8: their bytes are not counted here.
     """
     parallel, _ = settle(config.parallel, world_size, shape, config.train.accumulation_steps)
-    refused = {
-        f"parallel.strategy = {parallel.strategy!r}: what its engine keeps": parallel.strategy in ENGINES,
-        "[offload]: what lies in main memory": not config.offload.is_plain or config.activations.offload,
-        f"parallel.compression = {parallel.compression!r}: its copies of gradients": parallel.compression != "none",
-        "train.precision = 'fp8': its copies of weights and their scales": config.train.precision == "fp8",
-    }
-    if found := [f"{what} is not counted" for what, is_asked in refused.items() if is_asked]:
-        raise ValueError("; ".join(found) + ": plan without it, or measure it (monitor.ledger.StepLedger)")
+    _check_counted(config, parallel)
     layout, precision = find_layout(parallel, world_size), config.train.precision
     accumulation, is_sharded = config.train.accumulation_steps, parallel.strategy in SHARDED
     recipe = TRAINED[precision]
@@ -147,6 +140,18 @@ def describe_config(
         autocast=not on_gpu and recipe.weight_bytes == 4 and recipe.compute_bytes == 2,
         fixed_bytes=fixed_bytes,
     )
+
+
+def _check_counted(config: TrainConfig, parallel: ParallelConfig) -> None:
+    """Refuse what keeps bytes that are not counted here; see `describe_config`."""
+    refused = {
+        f"parallel.strategy = {parallel.strategy!r}: what its engine keeps": parallel.strategy in ENGINES,
+        "[offload]: what lies in main memory": not config.offload.is_plain or config.activations.offload,
+        f"parallel.compression = {parallel.compression!r}: its copies of gradients": parallel.compression != "none",
+        "train.precision = 'fp8': its copies of weights and their scales": config.train.precision == "fp8",
+    }
+    if found := [f"{what} is not counted" for what, is_asked in refused.items() if is_asked]:
+        raise ValueError("; ".join(found) + ": plan without it, or measure it (monitor.ledger.StepLedger)")
 
 
 def describe_plan(plan: Plan, model: VLMShape, workload: Workload, *, fixed_bytes: int = 0) -> Job:

@@ -81,9 +81,9 @@ HEAD = """\
 # The search over plans
 
 Made by `python bench/plan_search.py --write`. All plans are predictions of the planner, none was run. Plans that share
-the same work out between dp and cp in another way are shown once. A plan that a bound rules out counts as looked at; how
-many were worked out in full stands beside it, and `tests/test_planner_search.py` shows on small spaces that nothing is
-lost by the bounds.
+the same work out between dp and cp in another way are shown once. A plan that a bound rules out counts as looked at;
+how many were worked out in full stands beside it, and `tests/test_planner_search.py` shows on small spaces that nothing
+is lost by the bounds.
 """
 
 

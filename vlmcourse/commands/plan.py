@@ -18,7 +18,7 @@ from rich.text import Text
 
 from vlmcourse.planner.choice import Task
 from vlmcourse.planner.hardware import get_device
-from vlmcourse.planner.hf_config import read_hf_shape
+from vlmcourse.planner.hf_folder import read_hf_shape
 from vlmcourse.planner.memory import GB
 from vlmcourse.planner.search import Search, search_plans
 from vlmcourse.planner.search_reasons import (

@@ -145,14 +145,8 @@ def prepare_order(ranks: Order) -> PlayOrder:
         # What is needed from the same rank was done before anyway.
         needs = sent.get(needed, -1) if needed is not None and owner[needed[2]] != rank else -1
         plays.append((rank, 4 * step.stage + KINDS.index(step.kind), needs, sends))
-    return PlayOrder(
-        ranks=tuple(map(tuple, ranks)),
-        num_stages=num_stages,
-        plays=tuple(plays),
-        messages=tuple(messages),
-        num_links=len(links),
-        steps=tuple(steps),
-    )
+    of_ranks = tuple(map(tuple, ranks))
+    return PlayOrder(of_ranks, num_stages, tuple(plays), tuple(messages), len(links), tuple(steps))
 
 
 @lru_cache(maxsize=512)

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 def let_ddp_play(model: DistributedDataParallel) -> None:
     """Let DDP reduce its buckets in their first order and wait for nobody, in place; once a model."""
     model.register_comm_hook(None, _reduce_bucket)
-    model.reducer = _KeptBuckets(model.reducer)
+    kept: Any = _KeptBuckets(model.reducer)
+    model.reducer = kept
 
 
 def _reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

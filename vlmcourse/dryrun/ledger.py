@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from vlmcourse.monitor.ledger import StepLedger
 from vlmcourse.monitor.storages import GATHERED, OTHER, TEMPORARY, Entry
 from vlmcourse.parallel.apply import plain_parts
+from vlmcourse.parallel.counting import FUNCTIONAL, CollectiveCall, describe_call
 from vlmcourse.parallel.owners import GRADIENTS
 
 LOSS = ("loss", "")
@@ -62,6 +63,8 @@ class StepRecord:
     """What was seen of one step."""
 
     moments: list[Moment] = field(default_factory=list)
+    calls: list[tuple[int, CollectiveCall]] = field(default_factory=list)
+    """Micro-batch and collective, of this thread."""
     flops: list[int] = field(default_factory=list)
     """Of each micro-batch."""
 
@@ -83,10 +86,7 @@ class PlaceLedger(StepLedger):
         """
         super().__init__(model, optimizer, of_fakes=of_fakes)
         self.record = StepRecord()
-        self.stage = ""
-        """What the step is at where no pass runs: clip, update; "" leaves it to the passes."""
-        self.on_micro_batch: Callable[[], None] = lambda: None
-        """Called when the forward pass of a micro-batch begins."""
+        self._stage = ""
         self._in_loss = False
         self._looks = LOOKS
         self._backward_layer = ""
@@ -116,7 +116,6 @@ class PlaceLedger(StepLedger):
     def _begin_pass(self, *_: Any) -> None:
         self.record.flops.append(0)
         self._latest_block = ""
-        self.on_micro_batch()
 
     def _leave_part(self, name: str, module: nn.Module, args: Any, result: Tensor) -> None:
         if name == "language":
@@ -138,8 +137,8 @@ class PlaceLedger(StepLedger):
         self._looks = LOOKS
 
     def _find_phase(self) -> tuple[str, str]:
-        if self.stage:
-            return self.stage, ""
+        if self._stage:
+            return self._stage, ""
         phase = "loss" if self._in_loss else self.phase
         if phase != "forward" or not self._layers:
             return phase, self._backward_layer if phase == "backward" else ""
@@ -169,8 +168,14 @@ class PlaceLedger(StepLedger):
             self._book.give(parameter.grad, GATHERED)
 
     def _find_gradients(self) -> None:
-        if self._looks > 0 or self._in_update:  # a large model has too many to look at each after each operation
+        # A large model has too many parameters to look at each after each operation of backward.
+        if self._looks > 0 or torch._C._current_graph_task_id() == -1:
             super()._find_gradients()
+
+    def enter_stage(self, name: str) -> None:
+        """Say that no pass runs any more, and what the step is at: clip or update."""
+        self._find_gradients()
+        self._stage = name
 
     def _after_operation(self, added: list[Entry]) -> None:
         if self._in_loss:
@@ -186,6 +191,9 @@ class PlaceLedger(StepLedger):
             for leaf in tree_leaves((kwargs.get("out"), result)):
                 if isinstance(leaf, Tensor):
                     self._book.give(leaf, GATHERED)
+        elif func.namespace in ("c10d", *FUNCTIONAL):
+            if (call := describe_call(func, args)) is not None:
+                self.record.calls.append((max(0, len(self.record.flops) - 1), call))
         elif self.record.flops and (count := _flop_formula(func)) is not None:
             self.record.flops[-1] += count(*args, **kwargs, out_val=result)
 

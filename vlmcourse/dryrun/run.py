@@ -8,7 +8,6 @@ from values (token counts, the loss, whether gradients are finite) has no values
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.data.samples import Batch
 from vlmcourse.dryrun.batch import BatchSize, build_batches, largest_batch
 from vlmcourse.dryrun.buckets import let_ddp_play
 from vlmcourse.dryrun.ledger import PlaceLedger
@@ -28,7 +26,6 @@ from vlmcourse.dryrun.world import fake_tensors, imagine_weights, played_rank
 from vlmcourse.layout import AXES, ParallelConfig
 from vlmcourse.models.vlm import build_model
 from vlmcourse.parallel.apply import apply_strategy
-from vlmcourse.parallel.counting import CollectiveCounter
 from vlmcourse.parallel.data import local_optimizer
 from vlmcourse.parallel.mesh import Place, find_place
 from vlmcourse.parallel.ranks import Ranks
@@ -108,8 +105,7 @@ def play_step(setting: Setting, shape: VLMShape) -> PlayedStep:
         model = _distribute(setting, shape)
         optimizer = _optimizer_of(setting, model)
         _make_state(model, optimizer)
-        num_played = min(setting.config.train.accumulation_steps, MAX_PLAYED)
-        return watch_step(model, optimizer, build_batches(setting.size, shape, num_played), setting)
+        return watch_step(model, optimizer, setting, shape)
 
 
 def count_own_elements(setting: Setting, shape: VLMShape) -> int:
@@ -170,29 +166,26 @@ def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def watch_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], setting: Setting
-) -> PlayedStep:
-    """Make one optimizer step as `Trainer.train_step` does, and watch it.
+def watch_step(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, shape: VLMShape) -> PlayedStep:
+    """Make one optimizer step as `Trainer.train_step` does, and watch it; inside of `fake_tensors`.
 
     Args:
         model: distributed.
         optimizer: of the model, with its state.
-        batches: micro-batches to run, `MAX_PLAYED` at most.
-        setting: the run; its accumulation steps say how often the middle one counts.
+        setting: the run; where it has more micro-batches than are played, the middle one counts for several.
+        shape: of the model.
     """
     config, parallel = setting.config.train, setting.parallel
     ledger = PlaceLedger(model, optimizer, of_fakes=True)
-    first_calls: list[int] = []
     model.train()
-    with ledger, CollectiveCounter() as counter:
-        ledger.on_micro_batch = lambda: first_calls.append(len(counter.calls))
+    with ledger:
+        batches = build_batches(setting.size, shape, min(config.accumulation_steps, MAX_PLAYED))
         optimizer.zero_grad(set_to_none=True)
         how = Accumulation(weighting=config.loss_weighting, every=parallel.gradient_sync == "every")
         run_one_by_one(model, batches, setting.ranks, config.precision, 1.0, how)
-        ledger.stage = "clip"
+        ledger.enter_stage("clip")
         scale_to_norm(model.parameters(), config.max_grad_norm)
-        ledger.stage = "update"
+        ledger.enter_stage("update")
         optimizer.step()
     times = [1] * len(batches)
     if len(batches) == MAX_PLAYED:
@@ -200,8 +193,7 @@ def watch_step(
     with unset_fake_temporarily():  # a mesh is a real table
         axes = name_groups(setting.place)
     calls = []
-    for number, call in enumerate(counter.calls):
-        micro_batch = max(0, sum(first <= number for first in first_calls) - 1)
+    for micro_batch, call in ledger.record.calls:
         axis = axes.get(call.group_name, "all ranks")
         calls.append(Call(call.kind, axis, call.num_ranks, call.payload_bytes, times[micro_batch]))
     flops = sum(times[i] * count for i, count in enumerate(ledger.record.flops))
@@ -212,7 +204,7 @@ def name_groups(place: Place) -> dict[str, str]:
     """Return the axis of each process group of a mesh, by the group's name."""
     if place.mesh is None:
         return {}
-    named = {place.group(axis).group_name: axis for axis in AXES if place.mesh[axis].size() > 1}
+    named: dict[str, str] = {place.group(axis).group_name: axis for axis in AXES if place.mesh[axis].size() > 1}
     if place.layout.cp > 1:
         shards = place.shard_mesh()
         last = (shards.mesh_dim_names or ("",))[-1]

@@ -8,15 +8,17 @@ Source: torch.testing._internal.distributed.fake_pg and torch._subclasses.fake_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -49,9 +51,18 @@ def played_rank(rank: int, world_size: int) -> Iterator[Ranks]:
     # Here, and not above: the import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    new_group: Callable[..., Any] = device_mesh.new_group
+
+    def new_own_group(ranks: list[int] | None = None, **options: Any) -> Any:
+        # A mesh makes the groups of all ranks: of 1,024 some 5,000, and this process is in five.
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks=ranks, **options)
+
     dist.init_process_group(FAKE, rank=rank, world_size=world_size, store=FakeStore())
     try:
-        yield Ranks(rank, rank, world_size, torch.device("cpu"), FAKE)
+        with mock.patch.object(device_mesh, "new_group", new_own_group):
+            yield Ranks(rank, rank, world_size, torch.device("cpu"), FAKE)
     finally:
         shutdown_ranks()
 
@@ -67,8 +78,33 @@ def fake_tensors() -> Iterator[None]:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
-    with mock.patch.object(ShardingPropagator, _PROPAGATE, propagate), FakeTensorMode():
+    with (
+        mock.patch.object(ShardingPropagator, _PROPAGATE, propagate),
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+        FakeTensorMode(),
+    ):
         yield
+
+
+class _Chunks(Sequence[Tensor]):
+    """The shards of a tensor, made when they are asked for.
+
+    FSDP2 cuts each parameter into a tensor a rank and uses two of them: of 1,024 ranks that would be most of the time.
+    """
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._num_chunks
+
+    def __getitem__(self, index: Any) -> Any:
+        num_rows = self._tensor.shape[self._dim]
+        length = -(-num_rows // self._num_chunks)
+        start = index * length
+        if start >= num_rows:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(length, num_rows - start))
 
 
 def imagine_weights(model: nn.Module) -> None:

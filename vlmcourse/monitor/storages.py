@@ -24,8 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vlmcourse.parallel.comm import local_part
-
 Owner = tuple[str, str]
 """What the bytes are, such as activations, and the layer they belong to, or ""."""
 TEMPORARY: Owner = ("temporary", "")
@@ -201,5 +199,5 @@ def _device_type(tensor: Tensor) -> str:
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` would be an operation
     return local.elem if isinstance(local, AsyncCollectiveTensor) else local

@@ -35,8 +35,7 @@ def apply_ddp(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:
     """
     # Gradients live inside the buckets that are reduced (no second copy of them), and buffers are constants that every
     # rank computed alike.
-    options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "init_sync": answers()}
-    return DistributedDataParallel(model, **options)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False, init_sync=answers())
 
 
 def shard_optimizer(groups: Iterable[dict[str, Any]], optimizer_class: type[Optimizer], **options: Any) -> Optimizer:

@@ -42,18 +42,18 @@ def measure(name: str, folder: str, ranks: Ranks) -> dict[str, Any]:
     trainer.train_step()
     state: list[Any] = []
     trainer.before_update.append(lambda t: state.append(dataclasses.asdict(measure_ledger(t.model, t.optimizer))))
-    sizes = []
+    load, step = trainer.load_step, trainer.step
+    batch = load(step)[0]
+    trainer.load_step = lambda _: load(step)  # the same samples in both
     ledger = PlaceLedger(trainer.model, trainer.optimizer, of_fakes=False)
     plain = StepLedger(trainer.model, trainer.optimizer)
     for watched in (ledger, plain):
-        batch = trainer.load_step(trainer.step)[0]
-        sizes.append([*batch.input_ids_BS.shape, batch.pixel_values_ICHW.shape[0]])
         with watched:
             trainer.train_step()
     peak = ledger.record.peak()
     calls = count_calls(call for _, call in ledger.record.calls)
     return {
-        "sizes": sizes,
+        "size": [*batch.input_ids_BS.shape, batch.pixel_values_ICHW.shape[0]],
         "state": state[0],
         "peak": {"phase": peak.phase, "live_bytes": dict(peak.live_bytes)},
         "plain_peak_bytes": plain.peak().total_bytes,

@@ -16,6 +16,7 @@ from vlmcourse.config import parse_config
 from vlmcourse.dryrun import BatchSize, DryRun, dry_run, extrapolate_run
 from vlmcourse.dryrun.against_planner import compare_with_planner
 from vlmcourse.dryrun.depths import with_depth
+from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.presets import get_model
 from vlmcourse.values import ConfigError
 
@@ -40,8 +41,7 @@ def close(found: float, expected: float) -> bool:
 def test_a_dry_run_holds_and_sends_what_a_real_rank_does(name: str, real: list[dict[str, Any]]) -> None:
     rank = list(CASES).index(name) % 2
     measured = real[rank][name]
-    num_samples, seq_len, num_tiles = measured["sizes"][0]
-    played = dry_run(config_of(name), rank, 2, size=BatchSize(num_samples, seq_len, num_tiles))
+    played = dry_run(config_of(name), rank, 2, size=BatchSize(*measured["size"]))
     live, expected = played.peak.live_bytes, measured["peak"]["live_bytes"]
     differences = {
         owner: (live.get(owner, 0), expected.get(owner, 0))
@@ -54,6 +54,8 @@ def test_a_dry_run_holds_and_sends_what_a_real_rank_does(name: str, real: list[d
     assert close(most["weights"], measured["state"]["weights_bytes"])
     assert close(most["gradients"], measured["state"]["gradients_bytes"])
     assert close(played.peak.live_bytes["optimizer"], measured["state"]["optimizer_bytes"])
+    if name in ("fsdp", "tp"):  # DDP's buckets are always there, and the monitor's own ledger sees them in backward
+        assert close(played.peak.total_bytes, measured["plain_peak_bytes"])
     assert played.flops == measured["flops"]
     sent = {kind: numbers for kind, numbers in measured["calls"].items() if kind in ("all-gather", "reduce-scatter")}
     by_kind: dict[str, list[int]] = {}
@@ -66,12 +68,6 @@ def test_a_dry_run_holds_and_sends_what_a_real_rank_does(name: str, real: list[d
     assert close(by_kind.get("all-reduce", [0, 0])[1], wanted)
 
 
-def test_a_dry_run_has_the_peak_of_the_monitors_own_ledger(real: list[dict[str, Any]]) -> None:
-    measured = real[1]["fsdp"]
-    played = dry_run(config_of("fsdp"), 1, 2, size=BatchSize(*measured["sizes"][1]))
-    assert close(played.peak.total_bytes, measured["plain_peak_bytes"])
-
-
 DEEP: dict[str, Any] = {
     "parallel": {"strategy": "fsdp"},
     "train": {"precision": "bf16", "micro_batch_size": 2},
@@ -82,7 +78,7 @@ DEEP: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def deep() -> tuple[DryRun, DryRun]:
-    config, shape = parse_config(DEEP), with_depth(get_model("tiny"), 6, 7)
+    config, shape = parse_config(DEEP), with_depth(get_model("tiny"), 5, 6)
     return dry_run(config, 1, 4, shape=shape), extrapolate_run(config, 1, 4, shape=shape)
 
 
@@ -100,7 +96,7 @@ def test_a_few_layers_say_what_all_of_them_need(deep: tuple[DryRun, DryRun]) -> 
 
 def test_the_planners_formulas_agree_on_the_training_state(deep: tuple[DryRun, DryRun]) -> None:
     config = parse_config(DEEP)
-    rows = compare_with_planner(deep[0], config, config.parallel, with_depth(get_model("tiny"), 6, 7))
+    rows = compare_with_planner(deep[0], config, config.parallel, with_depth(get_model("tiny"), 5, 6))
     by_owner = {row.owner: row for row in rows}
     for owner in ("weights", "optimizer"):
         assert by_owner[owner].dry_run_bytes == pytest.approx(by_owner[owner].formula_bytes, rel=RELATIVE)
@@ -109,12 +105,11 @@ def test_the_planners_formulas_agree_on_the_training_state(deep: tuple[DryRun, D
 
 
 def test_accumulated_micro_batches_count_as_often_as_they_run() -> None:
-    sums = []
-    for accumulation_steps in (2, 7):
-        table = {"parallel": {"strategy": "single"}, "data": {"max_seq_len": 32}}
-        table["train"] = {"micro_batch_size": 1, "accumulation_steps": accumulation_steps}
-        sums.append(dry_run(parse_config(table), 0, 1).flops)
-    assert sums[1] * 2 == sums[0] * 7
+    table: dict[str, Any] = {"parallel": {"strategy": "single"}, "data": {"max_seq_len": 32}}
+    table["train"] = {"micro_batch_size": 1, "accumulation_steps": 7}
+    played = dry_run(parse_config(table), 0, 1)
+    assert max(moment.micro_batch for moment in played.moments) == 2
+    assert played.flops == 7 * count_step_flops(get_model("tiny"), Work.of_sequences([32], num_tiles=1)).hardware
 
 
 def test_what_is_not_played_is_refused_by_name() -> None:

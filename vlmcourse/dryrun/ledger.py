@@ -6,7 +6,8 @@ into and the whole gradients that it is about to reduce, and `loss` has what exi
 logits only. The same class watches real steps, so that both can be compared.
 
 FLOPs are counted by the formulas of `torch.utils.flop_counter`, of the operations that this rank runs, recomputation
-included; CPU attention, which these leave out, counts as any other attention.
+included. CPU attention, which these leave out, counts as in `planner/flops.py`: backward is twice forward, and that
+the kernel computes scores again is its own business.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from vlmcourse.monitor.ledger import StepLedger
 from vlmcourse.monitor.storages import GATHERED, OTHER, TEMPORARY, Entry
@@ -226,7 +227,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val
 
 
 def _attention_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
 CPU_ATTENTION: dict[Any, Callable[..., int]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmcourse.config import TrainConfig, parse_config
+from vlmcourse.data.samples import Batch
 from vlmcourse.dryrun.ledger import PlaceLedger
 from vlmcourse.monitor.ledger import StepLedger, measure_ledger
 from vlmcourse.parallel.counting import count_calls
@@ -42,9 +43,13 @@ def measure(name: str, folder: str, ranks: Ranks) -> dict[str, Any]:
     trainer.train_step()
     state: list[Any] = []
     trainer.before_update.append(lambda t: state.append(dataclasses.asdict(measure_ledger(t.model, t.optimizer))))
-    load, step = trainer.load_step, trainer.step
-    batch = load(step)[0]
-    trainer.load_step = lambda _: load(step)  # the same samples in both
+    load, first = trainer.load_step, trainer.step
+    batch = load(first)[0]
+
+    def load_again(step: int) -> list[Batch]:
+        return load(first)  # the same samples in both
+
+    trainer.load_step = load_again
     ledger = PlaceLedger(trainer.model, trainer.optimizer, of_fakes=False)
     plain = StepLedger(trainer.model, trainer.optimizer)
     for watched in (ledger, plain):

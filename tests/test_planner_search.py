@@ -15,7 +15,7 @@ from vlmcourse.planner.choice_cost import Costs, split_seconds
 from vlmcourse.planner.image_imbalance import expect_fullest
 from vlmcourse.planner.job import describe_config
 from vlmcourse.planner.pareto import best_within, find_front
-from vlmcourse.planner.search import Search, search_plans
+from vlmcourse.planner.search import Search, find_remedy, search_plans
 from vlmcourse.planner.search_reasons import RULE_WORDS, as_json, drop_alike, say_miss, say_search, say_why_faster
 from vlmcourse.planner.search_space import RULES, SearchSpace, list_candidates
 from vlmcourse.planner.validate import CODES
@@ -146,6 +146,8 @@ def test_the_state_of_13b_does_not_fit_four_a100_and_the_nearest_miss_says_by_ho
     assert f"needs {miss.needed_bytes / 1e9:.1f} of 40.0 GB" in say_miss(miss)
     assert "none can be run; the nearest:" in say_search(search)
     assert miss.remedy is None and "no single change" in say_miss(miss)
+    kept = Choice(dp_shard=4, zero_stage=3, micro_batch_size=2, grad_accum_steps=8)
+    assert find_remedy(Costs(search.task), kept) is None  # recomputation and smaller micro-batches are not enough
     assert [m.excess_bytes for m in search.misses] == sorted(m.excess_bytes for m in search.misses)
 
 
@@ -216,6 +218,16 @@ def test_each_rule_that_is_counted_has_words_and_an_example() -> None:
     assert {"batch", "vision_heads", "sequence", "schedule", "sharding", "tp_nodes", "package"} <= set(search.rejected)
     assert all(search.examples[rule] for rule in search.rejected if rule not in ("slower", "memory"))
     assert "25 vision heads" in search.examples["vision_heads"] and "multiple of" in search.examples["batch"]
+
+
+def test_sequences_that_tensor_or_context_ranks_cannot_split_evenly_are_refused() -> None:
+    def degrees(seq_len: int) -> set[tuple[int, int]]:
+        space = SearchSpace(schedules=("1f1b",), recompute_language=("none",))
+        task = task_of(workload=Workload(seq_len=seq_len, tiles_per_sample=1))
+        return {(choice.tp, choice.cp) for choice, _ in list_candidates(task, space).groups}
+
+    assert degrees(4096) == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert degrees(4098) == {(1, 1), (2, 1)} and degrees(4100) == {(1, 1), (1, 2), (2, 1), (4, 1)}
 
 
 # --- Pictures of unequal size ---------------------------------------------------------------------------------------

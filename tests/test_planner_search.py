@@ -230,6 +230,13 @@ def test_sequences_that_tensor_or_context_ranks_cannot_split_evenly_are_refused(
     assert degrees(4098) == {(1, 1), (2, 1)} and degrees(4100) == {(1, 1), (1, 2), (2, 1), (4, 1)}
 
 
+def test_a_schedule_that_splits_backward_goes_without_selective_recomputation() -> None:
+    groups = list_candidates(task_of(), SearchSpace(schedules=("zbv", "1f1b"))).groups
+    allowed = {choice.schedule: {*policies} for choice, policies in groups if choice.pp > 1}
+    assert ("selective", "full") in allowed["1f1b"] and ("full", "full") in allowed["zbv"]
+    assert not any("selective" in pair for pair in allowed["zbv"])
+
+
 # --- Pictures of unequal size ---------------------------------------------------------------------------------------
 
 

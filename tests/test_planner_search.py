@@ -18,6 +18,7 @@ from vlmcourse.planner.pareto import best_within, find_front
 from vlmcourse.planner.search import Search, find_remedy, search_plans
 from vlmcourse.planner.search_reasons import RULE_WORDS, as_json, drop_alike, say_miss, say_search, say_why_faster
 from vlmcourse.planner.search_space import RULES, SearchSpace, list_candidates
+from vlmcourse.planner.shapes import count_params
 from vlmcourse.planner.validate import CODES
 from vlmcourse.planner.workload import Workload
 from vlmcourse.presets import Cluster, get_cluster, get_model
@@ -235,6 +236,20 @@ def test_a_schedule_that_splits_backward_goes_without_selective_recomputation() 
     allowed = {choice.schedule: {*policies} for choice, policies in groups if choice.pp > 1}
     assert ("selective", "full") in allowed["1f1b"] and ("full", "full") in allowed["zbv"]
     assert not any("selective" in pair for pair in allowed["zbv"])
+
+
+def test_an_offloaded_optimizer_must_fit_the_main_memory_of_all_ranks_of_a_node() -> None:
+    choice = Choice(
+        dp_shard=4, zero_stage=3, offload_optimizer=True, recompute_vision="full", recompute_language="full"
+    )
+    costs = Costs(task_of())
+    peak, host_bytes = costs.find_peak(choice)
+    assert host_bytes == pytest.approx(
+        12 * count_params(costs.task.model).total / 4, rel=0.01
+    )  # fp32 copy, two moments
+    assert peak.owners["optimizer"] == 0 and costs.find_excess(choice) == ("", 0.0)
+    small = replace(H100X4, host_memory_bytes=3 * host_bytes)
+    assert Costs(task_of(cluster=small)).find_excess(choice) == ("host_memory", host_bytes)
 
 
 # --- Pictures of unequal size ---------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
 (speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
-runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step).
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step), `tuning` (a run tuned a change at a time,
+and a packed weight).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -44,6 +45,7 @@ from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.symptoms import plot_trace
 from vlmcourse.plots.timeline import plot_timeline
 from vlmcourse.plots.training import plot_losses, plot_training
+from vlmcourse.plots.tuning import plot_packed_heads, plot_tuning
 
 __all__ = [
     "COLOURS",
@@ -73,6 +75,7 @@ __all__ = [
     "plot_norm_errors",
     "plot_offload",
     "plot_overlap",
+    "plot_packed_heads",
     "plot_phases",
     "plot_precision_losses",
     "plot_refusal",
@@ -98,4 +101,5 @@ __all__ = [
     "plot_trace",
     "plot_training",
     "plot_training_by_tower",
+    "plot_tuning",
 ]

@@ -24,6 +24,8 @@ EVERY = 8
 """Steps from choice to choice, if the present settings stay within memory."""
 SAFE_FRACTION = 0.97
 """Of a device's memory that it plans with; between its choices it looks at each step in full."""
+TOO_LONG_S = 1e4
+"""Of a step that does not fit: the search takes what fits over any of these, and else the one that lacks least."""
 MIN_GAIN = 0.004
 """Share of a step's time below which a change is not worth its name."""
 PAYS_WITHIN_S = 120.0
@@ -126,13 +128,14 @@ class Oracle:
         return () if max(speeds) < 1.02 * min(speeds) else tuple(speed / sum(speeds) for speed in speeds)
 
     def _cost(self, settings: Settings, ahead: dict[int, Conditions]) -> float:
-        """Return the mean seconds of the coming steps, what the change costs added; infinite if they do not fit."""
+        """Return the mean seconds of the coming steps, what the change costs added; over memory, how much it lacks."""
         sim, present = self.simulation, self.simulation.settings
         seconds: list[float] = []
         for count, conditions in ahead.items():
             price = self._price(settings, count, conditions)
-            if max(price.peak_bytes) > SAFE_FRACTION * sim.device_bytes:
-                return float("inf")
+            lacks = max(price.peak_bytes) / (SAFE_FRACTION * sim.device_bytes)
+            if lacks > 1:
+                return TOO_LONG_S * lacks
             seconds.append(price.step_s)
         mean_s = fmean(seconds)
         if settings.zero_stage != present.zero_stage:

@@ -105,7 +105,7 @@ def estimate_peak_bytes(rates: StageRates, load: Load, fragmentation: float) -> 
     (token, tile_kept), (token_kept, tile) = rates.activation_bytes
     language = token * load.num_tokens + tile_kept * load.num_tiles
     vision = token_kept * load.num_tokens + tile * load.num_tiles
-    return rates.state_bytes + max(language, vision) * (1 + fragmentation)
+    return rates.constant_bytes + max(language, vision) * (1 + fragmentation)
 
 
 def price_step(

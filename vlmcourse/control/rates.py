@@ -69,7 +69,9 @@ class StageRates:
     backward_s: ByUnit
     """Recomputation included."""
     state_bytes: float
-    """Weights, gradients, optimizer, what ZeRO-3 gathers, the allowance."""
+    """Weights, gradients, optimizer: what is there between steps too."""
+    constant_bytes: float
+    """The same, with what ZeRO-3 gathers and the allowance: all but activations."""
     activation_bytes: tuple[tuple[float, float], tuple[float, float]]
     """Two pairs: bytes a token and bytes a tile. The larger of the two sums is the planner's estimate."""
     reduce_bytes: float
@@ -149,7 +151,8 @@ def _find_stage(
     return StageRates(
         forward_s=(forward_s[0], forward_s[1], forward_s[2]),
         backward_s=(backward_s[0], backward_s[1], backward_s[2]),
-        state_bytes=memory.state + memory.gathered + ALLOWANCE_BYTES,
+        state_bytes=memory.state,
+        constant_bytes=memory.state + memory.gathered + ALLOWANCE_BYTES,
         activation_bytes=_probe_activations(plan, model, stage),
         reduce_bytes=traffic.reduce_scatter,
         gather_bytes=traffic.all_gather / (2 if plan.zero_stage == 3 else 1),

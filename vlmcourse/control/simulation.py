@@ -188,6 +188,7 @@ class Simulation:
             "tiles": tiles,
             "image_tokens": [TOKENS_PER_TILE * count for count in tiles],
             "text_tokens": [both - TOKENS_PER_TILE * count for both, count in zip(tokens, tiles, strict=True)],
+            "state_bytes": [rates.state_bytes for rates in rates_of(self.job, self.settings)] * self.job.dp_degree,
             "peak_bytes": [min(peak, self.device_bytes) for peak in price.peak_bytes],
         }
 

@@ -30,6 +30,8 @@ MIN_EXPOSED = 0.12
 """Share of a step that communication must take, beyond a pipeline's bubble, for a remedy to be tried."""
 MIN_GAIN = 0.02
 """Share of speed that something tried must bring to be kept."""
+PATIENCE_S = 60.0
+"""From a relief of memory to its end, for the first one."""
 RETRY_S = 300.0
 """From one trial of a thing to the next."""
 PRIOR_S = 1200.0
@@ -44,7 +46,9 @@ class Relief:
 
     undo: dict[str, Any]
     before: float
-    """Share of memory that would have been needed without it, and then `after` it, in its first window."""
+    """Share of memory that was needed last before it, and the most in the first window `after` it."""
+    until_s: float
+    """When it may be undone; each relief is kept twice as long as the one before, so that they do not alternate."""
     after: float | None = None
 
 
@@ -56,6 +60,7 @@ class ReferenceController:
         self.window: deque[Metrics] = deque(maxlen=WINDOW)
         self.reliefs: list[Relief] = []
         """Of memory, the last one last."""
+        self.patience_s = PATIENCE_S
         self.num_stops, self.save_s = 0, SAVE_S
         self.trial: tuple[Actions, float] | None = None
         """What undoes the trial that is running, and the samples a second before it."""
@@ -75,7 +80,7 @@ class ReferenceController:
         if reasons:
             self.window.clear()
             self.trial = None
-            return self._relieve(metrics, 1.1) if "out of memory" in reasons else []
+            return self._relieve(metrics) if "out of memory" in reasons else []
         self.window.append(metrics)
         actions, change = self._save(metrics), self._guard_memory(metrics)
         if len(self.window) == WINDOW:
@@ -105,17 +110,19 @@ class ReferenceController:
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 
-    def _guard_memory(self, metrics: Metrics) -> Actions:
-        """Relieve memory before it runs out: by the highest peak, the growth of two windows, and the tail once more."""
-        if not metrics["device_bytes"]:
-            return []
+    def _forecast(self) -> float:
+        """Return the share of memory needed soon: the highest peak, and the growth of two windows."""
         peaks = [_fullness(seen) for seen in self.window]
         half = len(peaks) // 2
         growth = fmean(peaks[half:]) - fmean(peaks[:half]) if half >= 3 else 0.0
-        forecast = max(peaks) + max(0.0, 2 * growth) + (max(peaks) - fmean(peaks))
-        return self._relieve(metrics, forecast) if forecast > FULL else []
+        return max(peaks) + max(0.0, 2 * growth)
 
-    def _relieve(self, metrics: Metrics, forecast: float) -> Actions:
+    def _guard_memory(self, metrics: Metrics) -> Actions:
+        """Relieve memory before it runs out."""
+        is_tight = metrics["device_bytes"] and self._forecast() > FULL
+        return self._relieve(metrics) if is_tight else []
+
+    def _relieve(self, metrics: Metrics) -> Actions:
         """Return the cheapest relief that is left: equal micro-batches, then what costs computing."""
         settings, self.trial = metrics["settings"], None
         size, steps = settings["micro_batch_size"], settings["accumulation_steps"]
@@ -129,7 +136,8 @@ class ReferenceController:
             do, undo = _recompute("language", "full"), _recompute("language", "none")
         else:
             return []
-        self.reliefs.append(Relief(undo, forecast))
+        self.reliefs.append(Relief(undo, _fullness(metrics), metrics["elapsed_s"] + self.patience_s))
+        self.patience_s *= 2
         return [do]
 
     def _undo_relief(self) -> Actions:
@@ -139,7 +147,8 @@ class ReferenceController:
         relief, peak = self.reliefs[-1], max(_fullness(seen) for seen in self.window)
         if relief.after is None:
             relief.after = peak
-        if peak * relief.before / relief.after > ROOMY:
+        is_early = self.window[-1]["elapsed_s"] < relief.until_s
+        if is_early or self._forecast() * relief.before / relief.after > ROOMY:
             return []
         self.reliefs.pop()
         return [relief.undo]
@@ -193,14 +202,20 @@ class ReferenceController:
         return found if self._would_fit(layers, found) else []
 
     def _would_fit(self, layers: Any, wanted: list[int]) -> bool:
-        """Tell whether stages of other numbers of layers stay within memory, which grows at most as the layers do."""
-        grows = [new / old for new, old in zip(wanted, layers, strict=True)]
-        return all(
-            peak * grows[rank % len(grows)] < ROOMY * seen["device_bytes"] or grows[rank % len(grows)] <= 1
-            for seen in self.window
-            if seen["device_bytes"]
-            for rank, peak in enumerate(seen["peak_bytes"])
-        )
+        """Tell whether stages stay within memory if each layer that comes needs as much as the greediest of all."""
+        stages = len(layers)
+        for seen in self.window:
+            peaks, states = seen["peak_bytes"][:stages], seen["state_bytes"][:stages]
+            kept = [
+                (peak - state) / (count * (stages - stage))  # of one layer and one of the micro-batches in flight
+                for stage, (peak, state, count) in enumerate(zip(peaks, states, layers, strict=True))
+            ]
+            state = max(bytes_ / count for bytes_, count in zip(states, layers, strict=True))
+            for stage, (old, new) in enumerate(zip(layers, wanted, strict=True)):
+                more = max(0, new - old) * (max(kept) * (stages - stage) + state)
+                if more and seen["device_bytes"] and peaks[stage] + more > FULL * seen["device_bytes"]:
+                    return False
+        return True
 
     # --- What is tried ----------------------------------------------------------------------------------------------
 

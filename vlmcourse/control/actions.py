@@ -109,7 +109,7 @@ def read_actions(answer: Any, settings: Settings, place: Place) -> Change:
             else:
                 settings = dataclasses.replace(settings, **read(action, place))
         except Refused as error:
-            refused.append(f"{name if isinstance(name, str) else action!r:.40}: {error}")
+            refused.append(f"{name if isinstance(name, str) else repr(action)[:40]}: {error}")
     return Change(settings=settings, save=save, replace=tuple(dict.fromkeys(replace)), refused=tuple(refused))
 
 

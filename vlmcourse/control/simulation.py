@@ -9,7 +9,7 @@ checkpoint is lost, and all ranks start again. Checkpoints, restarts and changes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class RunLog:
     rows: list[Row] = field(default_factory=list)
     actions: list[tuple[float, str]] = field(default_factory=list)
     """Seconds and what was changed."""
+    asked: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds and name of every action that was asked for, done or not; of a balance with what it balances."""
     refused: list[str] = field(default_factory=list)
     useful_samples: int = 0
     """Trained and not lost."""
@@ -104,7 +106,9 @@ class Simulation:
         while self.now_s < self.world.horizon_s:
             metrics = self.step()
             if self.now_s < self.world.horizon_s:
-                self.change(read_actions(observe(metrics), self.settings, self.place))
+                answer = observe(metrics)
+                self.log.asked += [(self.now_s, name) for name in _names(answer)]
+                self.change(read_actions(answer, self.settings, self.place))
         self.log.end_s, self.log.useful_samples = self.now_s, self.num_steps * self.job.global_batch_size
         return self.log
 
@@ -297,6 +301,13 @@ def first_settings(job: Job) -> Settings:
     layers = balanced_layers(job, CALM_TILES, CALM_TILES * TOKENS_PER_TILE + CALM_TEXT)
     num_steps = job.global_batch_size // job.dp_degree
     return Settings(micro_batch_size=1, accumulation_steps=num_steps, zero_stage=1, layers_per_stage=layers)
+
+
+def _names(answer: Any) -> list[str]:
+    """Return what actions of an answer are called, as far as they are called anything."""
+    actions = [answer] if isinstance(answer, Mapping) else answer if isinstance(answer, (list, tuple)) else []
+    named = [action for action in actions if isinstance(action, Mapping) and isinstance(action.get("action"), str)]
+    return [f"{one['action']} {one['by']}" if "by" in one else one["action"] for one in named]
 
 
 def do_nothing(metrics: dict[str, Any]) -> list[dict[str, Any]]:

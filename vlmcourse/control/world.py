@@ -137,7 +137,9 @@ class World:
     def measured(self, attempt: int, count: int) -> list[float]:
         """Return the factors by which measured seconds of an attempt are off: a few percent, rarely a whole step."""
         rng = random.Random(f"{self.seed}:noise:{attempt}")
-        return [1 + abs(rng.gauss(0, 0.03)) + (rng.uniform(0.5, 1.5) if rng.random() < 0.004 else 0) for _ in range(count)]
+        return [
+            1 + abs(rng.gauss(0, 0.03)) + (rng.uniform(0.5, 1.5) if rng.random() < 0.004 else 0) for _ in range(count)
+        ]
 
 
 @lru_cache(maxsize=64)

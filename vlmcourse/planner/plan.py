@@ -57,7 +57,9 @@ class Plan:
             found += _count_problems(name, getattr(self, name), smallest=1)
         found += _count_problems("zero_stage", self.zero_stage, smallest=0, largest=3)
         if self.layers_per_stage and (len(self.layers_per_stage) != self.pp or min(self.layers_per_stage) < 1):
-            found.append(f"layers_per_stage = {self.layers_per_stage}: give each of the pp = {self.pp} stages a layer or more")
+            found.append(
+                f"layers_per_stage = {self.layers_per_stage}: give each of the pp = {self.pp} stages a layer or more"
+            )
         for name in ("offload_optimizer", "activation_checkpointing"):
             if not isinstance(getattr(self, name), bool):
                 found.append(f"{name} = {getattr(self, name)!r}: must be True or False")

@@ -45,13 +45,13 @@ def slow_down(trainer: Trainer) -> None:
     unwrap(trainer.model).register_forward_pre_hook(wait)
 
 
-def run(trainer: Trainer, steered: ControlledRun | None = None) -> dict[str, Any]:
+def run(trainer: Trainer, steered: ControlledRun | None = None, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Train, and keep losses, norms, what each rank worked on, and what the controller did."""
     found: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "samples": [], "micro_batches": [], "covered": []}
     if steered is not None:
         trainer.after_step.append(steered)
     blocks = unwrap(trainer.model).get_submodule("vision.blocks")
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         found["covered"].append(any(isinstance(block.__dict__.get("forward"), BlockRunner) for block in blocks))
         report = trainer.train_step()
         contents = trainer.monitor.last_contents
@@ -89,16 +89,19 @@ def main() -> None:
     trainer = build(config, ranks, folder, "slow")
     if ranks.rank == SLOW_RANK:
         slow_down(trainer)
-    steered = ControlledRun(trainer, ReferenceController().observe, notice_s=lambda: 0.5 if trainer.step == 30 else None)
+    steered = ControlledRun(
+        trainer, ReferenceController().observe, notice_s=lambda: 0.5 if trainer.step == 30 else None
+    )
     found["slow"] = run(trainer, steered)
     found["checkpoints"] = sorted(path.name for path in (folder / "slow").glob("checkpoints/*"))
 
     trainer = build(config, ranks, folder, "tight")
     budget = int(1.02 * trainer.monitor._process.memory_info().rss)
-    found["tight"] = run(trainer, ControlledRun(trainer, ReferenceController().observe, memory_budget_bytes=budget))
+    steered = ControlledRun(trainer, ReferenceController().observe, memory_budget_bytes=budget)
+    found["tight"] = run(trainer, steered, num_steps=10)
 
     trainer = build(config, ranks, folder, "asks")
-    found["asks"] = run(trainer, ControlledRun(trainer, Asks().observe))
+    found["asks"] = run(trainer, ControlledRun(trainer, Asks().observe), num_steps=3)
     try:
         trainer = build(config, ranks, folder, "fsdp", strategy="fsdp")
         ControlledRun(trainer, Asks().observe)

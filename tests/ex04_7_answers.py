@@ -36,17 +36,17 @@ class Controller:
             return actions + self.relieve(metrics)
         if len(self.seen) < 8 or metrics["step"] < self.wait_until:
             return actions
-        own = [[f + b for f, b in zip(seen["forward_s"], seen["backward_s"])] for seen in self.seen]
+        own = [[f + b for f, b in zip(seen["forward_s"], seen["backward_s"], strict=True)] for seen in self.seen]
         ranks, stages = range(len(own[0])), metrics["num_stages"]
         change = []
         if settings["balance"] != "tokens":
             change = [{"action": "balance", "by": "tokens"}]
         elif stages == 1:
-            tokens = [[i + t for i, t in zip(seen["image_tokens"], seen["text_tokens"])] for seen in self.seen]
-            speed = [median(n[rank] / s[rank] for n, s in zip(tokens, own)) for rank in ranks]
+            image, text = ([seen[f"{kind}_tokens"] for seen in self.seen] for kind in ("image", "text"))
+            speed = [median((image[i][r] + text[i][r]) / own[i][r] for i in range(8)) for r in ranks]
             shares = [one / sum(speed) for one in speed]
             present = settings["shares"] or [1 / len(shares)] * len(shares)
-            if max(abs(new / old - 1) for new, old in zip(shares, present)) > 0.08:
+            if max(abs(new / old - 1) for new, old in zip(shares, present, strict=True)) > 0.08:
                 change = [{"action": "balance", "by": "tokens", "shares": shares}]
         exposed = median(min(seen["communication_s"]) / seen["step_s"] for seen in self.seen)
         if stages == 1 and not change and (exposed > 0.15) != settings["compress"] and not 0.03 < exposed < 0.15:
@@ -85,7 +85,7 @@ class SavesByYoung(Controller):
         return actions
 
 
-def _functions() -> Callable[[Metrics], Actions]:
+def _functions() -> Callable[[Metrics], Any]:
     state: dict[str, Any] = {}
 
     def observe(metrics):
@@ -189,7 +189,7 @@ class Replaces(Base):
     """Wants another machine whenever one is slow."""
 
     def observe(self, metrics):
-        own = [f + b for f, b in zip(metrics["forward_s"], metrics["backward_s"])]
+        own = [f + b for f, b in zip(metrics["forward_s"], metrics["backward_s"], strict=True)]
         slow = max(own) > 1.25 * median(own)
         return [{"action": "replace", "rank": own.index(max(own))}] if slow and metrics["num_stages"] == 1 else []
 

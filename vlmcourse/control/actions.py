@@ -7,7 +7,7 @@ sentence for each action that was refused. The simulated cluster and a real run 
 |---|---|
 | micro_batch | micro_batch_size, accumulation_steps: their product times the data-parallel ranks is the global batch |
 | recompute | tower (vision, language), policy (none, full) |
-| balance | by (samples: as dealt; tokens: equal work), shares: of the work, one a data-parallel rank, optional, with tokens only |
+| balance | by (samples: as dealt; tokens: equal work), shares: of the work by data-parallel rank, optional |
 | compress | on (True, False): gradients of 8 bits on the wire |
 | shard | zero_stage (1, 2, 3) |
 | move_layers | layers_per_stage: of a pipeline, see `planner.stages.StageSplit` |
@@ -149,8 +149,8 @@ def _balance(action: Mapping[str, Any], place: Place) -> dict[str, Any]:
     )
     if by != "tokens" or not is_right:
         raise Refused(
-            f"shares = {shares!r:.60} with by = {by!r}: give {place.dp_degree} numbers above 0, one a data-parallel rank, "
-            "and by = 'tokens'"
+            f"shares = {shares!r:.60} with by = {by!r}: give {place.dp_degree} numbers above 0, one a data-parallel "
+            "rank, and by = 'tokens'"
         )
     total = math.fsum(numbers)
     return {"balance": by, "shares": tuple(share / total for share in numbers)}

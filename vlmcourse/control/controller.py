@@ -5,8 +5,9 @@ Enters: the metrics of each step. Leaves: actions (`actions.py`). It steers the 
 
 Four rules carry it: it decides on medians of a window of steps, never on one; it relieves memory before it runs out,
 from the trend; it undoes nothing before it has seen that the reason is gone by a margin; and it tries what it cannot
-predict for some steps, and keeps it if it was faster. It saves when a machine's end is announced, otherwise as often as
-Young 1974, "A first order approximation to the optimum checkpoint interval", has it: sqrt(2 x cost x time between stops).
+predict for some steps, and keeps it if it was faster. It saves when a machine's end is announced, otherwise in the
+interval sqrt(2 x cost x time between stops) of Young 1974, "A first order approximation to the optimum checkpoint
+interval".
 """
 
 from __future__ import annotations

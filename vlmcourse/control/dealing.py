@@ -49,8 +49,8 @@ def deal_by_work(work: Sequence[float], shares: Sequence[float], num_micro_batch
     """
     if not shares or min(shares) <= 0 or num_micro_batches < 1:
         raise ValueError(
-            f"shares = {list(shares)}, num_micro_batches = {num_micro_batches}: need a share above 0 for each rank, and "
-            "1 micro-batch or more"
+            f"shares = {list(shares)}, num_micro_batches = {num_micro_batches}: need a share above 0 for each rank, "
+            "and 1 micro-batch or more"
         )
     order = sorted(range(len(work)), key=lambda place: -work[place])
     of_ranks = _spread(order, work, [1 / share for share in shares])

@@ -7,7 +7,8 @@ is the one place that puts them together to a step. Chapter 7.
 A step of ZeRO-1 exchanges gradients once, under the last micro-batch's backward; ZeRO-2 does it every micro-batch, as a
 rank keeps only its part of them; ZeRO-3 gathers the weights in every forward and backward besides. What is longer than
 the computing that hides it is exposed. ZeRO-2's updated weights are gathered under the first forward, as FSDP2 does it;
-ZeRO-1's at the end of the step, where nothing hides it. Left out: what stages of a pipeline send each other, which is less than a hundredth of their computing here.
+ZeRO-1's at the end of the step, where nothing hides it. Left out: what stages of a pipeline send each other, which is
+less than a hundredth of their computing here.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class Simulation:
 
     def conditions(self, now_s: float | None = None) -> Conditions:
         """Return the world as this run meets it."""
-        now_s = self.now_s if now_s is None else now_s
-        return self.world.conditions(now_s, self.running_since_s, tuple(self.machine_since_s))
+        at_s = self.now_s if now_s is None else now_s
+        return self.world.conditions(at_s, self.running_since_s, tuple(self.machine_since_s))
 
     def deal(self, settings: Settings, samples: list[Drawn]) -> Dealt:
         """Deal the samples of a step out to the data-parallel ranks as the settings say."""

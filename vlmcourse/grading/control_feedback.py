@@ -1,7 +1,7 @@
 """What a controller of exercise 4.7 seems to believe, told from what it did in its runs.
 
-Enters: `Result`s. Leaves: sentences, each a misconception with what it cost. A sentence is only said where the runs show
-it in several places; which lines of the controller do it is for the learner to find. Exercise 4.7.
+Enters: `Result`s. Leaves: sentences, each a misconception with what it cost. A sentence is said only where runs show
+it in several places; which lines of the controller do it is for the learner to find.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _brim(results: Sequence[Result]) -> str:
         return ""
     return (
         f"fills memory up to the brim: {found} times it ran out within {AFTER_S:g} s of a larger micro-batch or less "
-        "recomputation; the next batch may be larger than all that you have seen, so leave room, and more while it grows"
+        "recomputation; the next batch may be larger than all that you have seen, so leave room"
     )
 
 
@@ -100,7 +100,7 @@ def _one_step(results: Sequence[Result]) -> str:
     for result in results:
         rows = result.log.rows
         for number, old, new in _changes(result):
-            if any(getattr(old, name) != getattr(new, name) for name in ("save_every",)):
+            if old.save_every != new.save_every:
                 continue
             changes += 1
             after_spikes += _is_spike(rows, number)
@@ -162,17 +162,14 @@ def _never_saves(results: Sequence[Result]) -> str:
     hit = [result for result in results if result.log.num_evicted]
     warned = [result for result in hit if any(event.announced for event in result.episode.world.events)]
     never = sum(not _asked_at(result, "save") and not _asked_at(result, "save_every") for result in warned)
-    lost, baseline = (sum(log.lost_samples for log in logs) for logs in _logs(hit))
+    lost = sum(result.log.lost_samples for result in hit)
+    baseline = sum(result.baseline.lost_samples for result in hit)
     if not warned or never < len(warned) or lost < 0.6 * baseline:
         return ""
     return (
         f"never saves: {lost} samples were lost to evictions; notice_s announces every second one, and the more often "
         "a run stops the shorter the interval should be"
     )
-
-
-def _logs(results: Sequence[Result]) -> tuple[list[object], ...]:
-    return [result.log for result in results], [result.baseline for result in results]
 
 
 def _saves_too_often(results: Sequence[Result]) -> str:

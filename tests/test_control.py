@@ -47,7 +47,7 @@ def even_price(job: Job, settings: Settings, load: Load, link: float = 1.0) -> A
 
 
 @pytest.mark.parametrize("job", [DATA_PARALLEL, PIPELINED], ids=["data parallel", "pipelined"])
-@pytest.mark.parametrize("policies", itertools.product(("none", "full"), repeat=2))
+@pytest.mark.parametrize("policies", [*itertools.product(("none", "full"), repeat=2)])
 def test_seconds_are_the_planners_flops_at_the_devices_pace(job: Job, policies: tuple[str, str]) -> None:
     model, work = get_model(job.model), Work(7, 3000, 2_500_000)
     layers = first_settings(job).layers_per_stage
@@ -62,7 +62,7 @@ def test_seconds_are_the_planners_flops_at_the_devices_pace(job: Job, policies: 
         assert found * pace == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("policies", itertools.product(("none", "full"), repeat=2))
+@pytest.mark.parametrize("policies", [*itertools.product(("none", "full"), repeat=2)])
 def test_a_peak_is_the_planners_memory_of_the_same_plan(policies: tuple[str, str]) -> None:
     for job, zero_stage in itertools.product((DATA_PARALLEL, PIPELINED), (1, 2, 3)):
         model, layers = get_model(job.model), first_settings(job).layers_per_stage
@@ -315,7 +315,7 @@ def test_a_run_is_the_same_twice() -> None:
 
 
 def test_the_oracle_and_the_courses_controller_beat_doing_nothing_in_every_kind_of_trouble() -> None:
-    results = [run_episode(one, lambda: ReferenceController().observe) for one in make_episodes(7, 10)]
+    results = [run_episode(one, lambda: ReferenceController().observe) for one in make_episodes(7, 9)]
     for result in results:
         assert result.oracle.num_oom == 0 and not result.oracle.refused and not result.log.refused
         assert result.oracle.samples_per_s > result.baseline.samples_per_s

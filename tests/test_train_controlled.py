@@ -14,7 +14,7 @@ from vlmcourse.data.sampler import GlobalBatchSampler
 from vlmcourse.train.balanced_sampler import BalancedSampler
 
 LOSS_TOLERANCE = 1e-4
-"""Of a loss after some dozens of steps in fp32 with sums in another order; a sample left out is off by 1e-2 and more."""
+"""Of a loss after dozens of steps in fp32, sums in another order; a sample left out makes 1e-2 and more."""
 
 
 @pytest.fixture(scope="module")

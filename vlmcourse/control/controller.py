@@ -125,7 +125,10 @@ class ReferenceController:
 
     def _relieve(self, metrics: Metrics) -> Actions:
         """Return the cheapest relief that is left: equal micro-batches, then what costs computing."""
-        settings, self.trial = metrics["settings"], None
+        if self.trial is not None:  # what is tried is the first to go
+            undo, self.trial = self.trial[0], None
+            return undo
+        settings = metrics["settings"]
         size, steps = settings["micro_batch_size"], settings["accumulation_steps"]
         if settings["balance"] != "tokens" and metrics["dp_degree"] * steps > 1:
             return [{"action": "balance", "by": "tokens"}]
@@ -237,7 +240,8 @@ class ReferenceController:
             return self._begin_trial("plain", plain, compress)
         if exposed > MIN_EXPOSED and not settings["compress"]:
             return self._begin_trial("compress", compress, plain)
-        if exposed > MIN_EXPOSED and can_grow and settings["recompute_language"] == "none":
+        exchanges_each = settings["zero_stage"] > 1  # ZeRO-1 exchanges once a step, whatever the micro-batches
+        if exposed > MIN_EXPOSED and can_grow and exchanges_each and settings["recompute_language"] == "none":
             # Half as many exchanges; recomputing the language tower saves more than twice the samples need.
             do = [_recompute("language", "full"), larger]
             return self._begin_trial("fewer exchanges", do, [present, _recompute("language", "none")])

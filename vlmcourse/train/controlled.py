@@ -3,7 +3,8 @@
 Enters: a `Trainer` and a controller. Leaves: the run, changed between its steps; what was measured, done and refused.
 Put it into the trainer's `after_step`. What really happens here: samples dealt out by work, micro-batches of another
 size at the same global batch, recomputation switched on and off tower by tower, checkpoints. What a running process
-cannot do (other sharding, another machine, compression, which is fixed when DDP is built) is refused by name. Chapter 7.
+cannot do (other sharding, another machine, compression, which is fixed when DDP is built) is refused by name.
+Chapter 7.
 
 All ranks must do the same, so rank 0 alone decides, from the measurements of all.
 """

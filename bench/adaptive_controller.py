@@ -1,4 +1,4 @@
-"""The course's controller on the simulated cluster, kind of trouble by kind of trouble, beside doing nothing and an oracle.
+"""The course's controller on the simulated cluster, trouble by trouble, beside doing nothing and an oracle.
 
     python bench/adaptive_controller.py [--seeds 50] [--oracle-seeds 10]
 
@@ -33,11 +33,14 @@ class Row:
 
     def describe(self) -> list[str]:
         """Return the cells of a line of the table."""
-        ratios = [one.samples_per_s / max(1e-9, other.samples_per_s) for one, other in zip(self.found, self.baseline)]
-        known = list(zip(self.found, self.baseline, self.oracle))
+        ratios = [
+            one.samples_per_s / max(1e-9, other.samples_per_s)
+            for one, other in zip(self.found, self.baseline, strict=True)
+        ]
+        known = list(zip(self.found, self.baseline, self.oracle, strict=False))
         best = fmean(oracle.samples_per_s - base.samples_per_s for _, base, oracle in known)
         score = fmean(found.samples_per_s - base.samples_per_s for found, base, _ in known) / best
-        worse = sum(one.num_oom > 0 and not other.num_oom for one, other in zip(self.found, self.baseline))
+        worse = sum(one.num_oom > 0 and not other.num_oom for one, other in zip(self.found, self.baseline, strict=True))
         return [
             f"{fmean(log.samples_per_s for log in self.baseline):.2f}",
             f"{fmean(log.samples_per_s for log in self.found):.2f}",

@@ -12,6 +12,7 @@ from ex04_7_answers import RIGHT, WRONG, Controller, NeverActs, OtherBatch
 from vlmcourse.control.episodes import Result, make_episodes, run_episode, score_speed
 from vlmcourse.grading import ex04_7
 from vlmcourse.grading.control_feedback import explain_controller
+from vlmcourse.plots import plot_run
 
 POINTS = {"speed": 8, "safety": 6, "calm": 2}
 CHECKS: dict[str, Callable[..., float]] = {
@@ -99,6 +100,15 @@ def test_what_cannot_be_run_gets_no_points_and_one_line(answer: Any, words: str,
     assert ex04_7.check_speed(answer, 8, seed=1, num_runs=1) == 0
     out, err = capsys.readouterr()
     assert words in out and not err and len(out.strip().splitlines()) == 1
+
+
+def test_the_picture_of_a_run_has_its_events_and_its_actions() -> None:
+    figure = plot_run(runs(Controller, (0, 1, 2, 3, 4, 5))[0])
+    steps, memory, below = figure.axes
+    labels = [label.get_text() for label in below.get_yticklabels()]
+    assert labels[0] == "images" and {"balance", "micro-batch"} <= set(labels)
+    assert "oracle" in steps.get_title() and memory.get_ylabel() == "peak (GiB)"
+    assert any("out of memory" in str(line.get_label()) for line in memory.get_lines())
 
 
 def test_runs_differ_by_seed_and_hold_every_kind() -> None:

@@ -82,8 +82,8 @@ class Collator:
         Raises:
             ValueError: as in `__call__`.
         """
-        size = self.shape.vision.image_size_px
-        tiles = [count_tiles(*image.size, size, self.max_tiles_per_image) for image in sample.images]
+        size, most = self.shape.vision.image_size_px, self.max_tiles_per_image
+        tiles = [count_tiles(image.width, image.height, size, most) for image in sample.images]
         return sum(tiles), len(self._encode(sample, tiles, False)[0])
 
     def _batch(self, samples: Sequence[Sample], *, for_generation: bool) -> Batch:

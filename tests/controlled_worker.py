@@ -50,7 +50,7 @@ def run(trainer: Trainer, steered: ControlledRun | None = None, num_steps: int =
     found: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "samples": [], "micro_batches": [], "covered": []}
     if steered is not None:
         trainer.after_step.append(steered)
-    blocks = unwrap(trainer.model).get_submodule("vision.blocks")
+    blocks = list(unwrap(trainer.model).get_submodule("vision.blocks").children())
     for _ in range(num_steps):
         found["covered"].append(any(isinstance(block.__dict__.get("forward"), BlockRunner) for block in blocks))
         report = trainer.train_step()

@@ -24,7 +24,7 @@ FULL_SPEED = 0.35
 """Score of speed that earns all points; a plain controller of some 50 lines has about 0.5."""
 CALM_LOSS = 0.05
 """Share of the baseline's speed in quiet runs whose loss costs all points; a fifth of it costs none."""
-LIMIT_S = 15.0
+LIMIT_S = 30.0
 """For one run, some 500 calls of `observe` and the simulation itself."""
 ADVICE = "observe is called after each of some hundred steps; keep a window of steps, not all"
 

@@ -56,6 +56,8 @@ class RunMonitor:
         """What this rank worked on in the last step, by the names of `StepRecord`, and the memory it then held."""
         self._writer: StepLogWriter | None = None
         self._is_open = False
+        self.changed = ""
+        """Settings that make other steps than those before a resume: `step_settings.name_changes`."""
         self._process = psutil.Process()
         self._untimed: deque[dict[str, Any]] = deque()
         self._began = (0.0, 0.0, 0.0)
@@ -64,8 +66,11 @@ class RunMonitor:
     def open(self, run_folder: Path, start_step: int) -> None:
         """Begin the step log of a run, or go on with it after step `start_step`; a rank that cannot says so once."""
         self._is_open = True
+        self.meter.restart()
         try:
-            self._writer = StepLogWriter(run_folder, self.ranks.rank, keep_until_step=start_step or None)
+            kept, changed = start_step or None, self.changed
+            self._writer = StepLogWriter(run_folder, self.ranks.rank, keep_until_step=kept, changed=changed)
+            self.changed = ""
         except OSError as error:
             logger.warning("rank %d: no step log in %s: %s", self.ranks.rank, run_folder, error.strerror)
 

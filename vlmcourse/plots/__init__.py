@@ -7,8 +7,8 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
 (speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
-runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step), `tuning` (a run tuned a change at a time,
-and a packed weight).
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step), `control` (a run that is steered),
+`tuning` (a run tuned a change at a time, and a packed weight).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -22,6 +22,7 @@ from vlmcourse.plots.activations import (
 )
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
+from vlmcourse.plots.control import plot_run
 from vlmcourse.plots.fragmentation import plot_memory_map, plot_memory_over_time, plot_refusal, plot_remedies
 from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
@@ -82,6 +83,7 @@ __all__ = [
     "plot_rank_times",
     "plot_remedies",
     "plot_roundings",
+    "plot_run",
     "plot_sample_weights",
     "plot_scale",
     "plot_schedules",

@@ -480,6 +480,18 @@ def check_scaling() -> str:
     return "; ".join(" ".join(text.split()) for text, *_ in found)
 
 
+def check_tuning() -> str:
+    """From naive to tuned on two GPUs: one training, and less memory after each change; shows what the speeds are."""
+    imports = "from vlmcourse.labs.tuning import measure_tuning"
+    asked = "[[row.change, row.tokens_per_s, row.peak_bytes, row.loss] for row in measure_tuning(ranks=ranks)]"
+    rows = run_pair(imports, asked)
+    names, speeds, peaks, losses = zip(*rows, strict=True)
+    assert max(losses) - min(losses) < 0.05, losses
+    way = [peak for name, peak in zip(names, peaks, strict=True) if not name.startswith("+")]
+    assert way == sorted(way, reverse=True), peaks
+    return "; ".join(f"{name} {speed / speeds[0]:.1f} x" for name, speed in zip(names, speeds, strict=True))
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -704,6 +716,7 @@ CHECKS = (
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
     Check("scaling is measured on 1 and 2 GPUs, over NCCL", 2, check_scaling),
+    Check("chapter 7: from naive to tuned on 2 GPUs, one training with less and less memory", 2, check_tuning),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))

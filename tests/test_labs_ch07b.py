@@ -133,9 +133,11 @@ def test_a_packed_weight_cut_as_if_stacked_loads_and_is_another_model(folder: Pa
 
 
 def test_the_heavy_vision_tower_has_most_of_the_work() -> None:
-    shape = ch07b.heavy_vision()
-    assert ch07b.vision_share(shape, num_tiles=1, num_text_tokens=24) > 0.6
-    assert ch07b.vision_share(shape, num_tiles=1, num_text_tokens=24, frozen=True) < 0.6
+    trained, frozen = (ch07b.vision_share(ch07b.heavy_vision(), 1, 24, frozen=how) for how in (False, True))
+    assert trained > frozen > 0.5
+    # A frozen tower needs its forward alone, a third; the other towers change nothing.
+    odds, frozen_odds = trained / (1 - trained), frozen / (1 - frozen)
+    assert frozen_odds == pytest.approx(odds / 3, rel=0.05)
 
 
 def test_every_variant_makes_steps_of_the_same_samples_with_the_settings_that_it_names() -> None:
@@ -156,13 +158,15 @@ def test_every_variant_makes_steps_of_the_same_samples_with_the_settings_that_it
 def test_the_rows_of_two_ranks_are_one_training_that_needs_less_and_less(pair: list[dict[str, Any]]) -> None:
     rows: list[Tuned] = pair[0]["rows"]
     assert rows == pair[1]["rows"]
-    naive, fused, short, bf16, ddp, zero2, pieces, recomputed = rows
+    naive, fused, short, bf16, ddp, zero2, *_ = rows
     assert naive.loss == pytest.approx(fused.loss, abs=1e-4) and fused.loss == pytest.approx(short.loss, abs=1e-4)
     assert bf16.loss != short.loss and all(row.loss == pytest.approx(naive.loss, abs=0.05) for row in rows)
-    kept = [row.owners["activations"] for row in rows]
-    assert kept[0] > kept[1] > 2 * kept[2] > kept[3] and kept[3] > 1.5 * kept[4]
-    assert min(kept[4], kept[5]) > 1.3 * max(kept[6], kept[7])
-    # The optimizer's state is split in two by ZeRO; all ranks' copies are whole before.
+    kept = [row.owners.get("activations", 0) for row in rows]  # at the fullest moment
+    assert kept[0] > kept[1] > 2 * kept[2] > 2 * kept[3] > 3 * kept[4] > 4.5 * max(kept[6], kept[7])
+    peaks = [row.peak_bytes for row in rows]
+    assert peaks == sorted(peaks[:5], reverse=True) + peaks[5:] and max(peaks[5:]) < peaks[4]
+    # The moments are there, 8 B a parameter: the first step's forward has none. ZeRO-2 deals them out.
+    assert ddp.owners["optimizer"] == pytest.approx(2 * ddp.owners["weights"], rel=0.01)
     assert zero2.owners["optimizer"] == pytest.approx(ddp.owners["optimizer"] / 2, rel=0.1)
     assert all(row.tokens_per_s > 0 and row.tokens_per_cpu_s > 0 for row in rows)
     assert [row.num_ranks for row in rows] == [1] * 4 + [2] * 4

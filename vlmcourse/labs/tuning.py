@@ -115,8 +115,8 @@ def measure_tuning(
 ) -> list[Tuned]:
     """Train each variant on the ranks at hand and measure its speed and its peak; all ranks must call this.
 
-    In each turn every variant is built anew and makes a step that counts bytes, which also warms it up, then
-    `num_steps` timed ones; variants follow each other, so that a busy machine slows them all.
+    In each turn every variant is built anew and makes a step to warm up, then `num_steps` timed ones, then one whose
+    bytes are counted; variants follow each other, so that a busy machine slows them all.
 
     Args:
         variants: by default `tuning_steps()` and `memory_trades()`.
@@ -188,11 +188,12 @@ def _check(variants: Sequence[Variant], ranks: Ranks) -> None:
 
 def _measure(variant: Variant, ranks: Ranks, shape: VLMShape, num_steps: int) -> Tuned:
     with _open(variant, ranks, shape) as trainer:
-        with StepLedger(trainer.model, trainer.optimizer) as ledger:
-            trainer.train_step()
+        trainer.train_step()  # from now on there are moments, which the first forward and backward do without
         started_s, busy_s = time.perf_counter(), time.process_time()
         reports = [trainer.train_step() for _ in range(num_steps)]
         seconds, busy_s = time.perf_counter() - started_s, time.process_time() - busy_s
+        with StepLedger(trainer.model, trainer.optimizer) as ledger:  # slows each operation down
+            trainer.train_step()
     of_ranks: list[Any] = [(ledger.peak().by_owner(), busy_s)]
     if ranks.world_size > 1:
         of_ranks = [None] * ranks.world_size

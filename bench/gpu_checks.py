@@ -530,6 +530,42 @@ def check_budget() -> str:
     return f"{text}; {here_bytes / 1e6:.3f} MB with everything there"
 
 
+STEERED = """
+import json
+from vlmcourse.config import parse_config
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
+from vlmcourse.train.controlled import ControlledRun
+from vlmcourse.train.trainer import Trainer
+SCRIPT = {
+    2: [{"action": "balance", "by": "tokens", "shares": [0.6, 0.4]}],
+    3: [{"action": "recompute", "tower": "vision", "policy": "full"}],
+    4: [{"action": "micro_batch", "micro_batch_size": 2, "accumulation_steps": 4}, {"action": "compress", "on": True}],
+}
+ranks = init_ranks()
+table = {"train": {"num_steps": 8, "micro_batch_size": 4, "accumulation_steps": 2}, "parallel": {"strategy": "ddp"}}
+losses, seen, steered = [], [], None
+for is_steered in (False, True):
+    trainer = Trainer(parse_config(table, {}), ranks, show_progress=False)
+    if is_steered:
+        steered = ControlledRun(trainer, lambda metrics: seen.append(metrics) or SCRIPT.get(len(seen)))
+        trainer.after_step.append(steered)
+    losses.append([trainer.train_step().loss for _ in range(8)])
+peaks = [max(metrics["peak_bytes"]) for metrics in seen]
+found = [losses, [done for _, done in steered.done], steered.refused, peaks, seen[0]["device_bytes"] if seen else 0]
+print(json.dumps(found)) if ranks.is_main else None
+shutdown_ranks()
+"""
+
+
+def check_steered() -> str:
+    """A controller steers a run of two GPUs: what it asks for is done, and losses are those of the run left alone."""
+    (alone, steered), done, refused, peaks, device_bytes = run_on_two(STEERED)
+    gap = max(abs(one - other) for one, other in zip(alone, steered, strict=True))
+    assert gap < 1e-3 and len(refused) == 1, (gap, refused)
+    assert len(done) >= 2 and 0 < max(peaks) < device_bytes, (done, peaks, device_bytes)
+    return f"{'; '.join(done)}; losses within {gap:.1e}; peak {max(peaks) / 1e6:.1f} MB of {device_bytes / 1e9:.0f} GB"
+
+
 def check_layered() -> str:
     """FSDP on two GPUs needs less on them with one layer at a time than with one fetched ahead; losses are equal."""
     full = {"model__preset": "small", "activations__vision": "full", "activations__language": "full"}
@@ -741,6 +777,7 @@ CHECKS = (
     ),
     Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
     Check("a step with its state in main memory keeps the budget of lab 5 on 2 GPUs", 2, check_budget),
+    Check("a controller steers a run of 2 GPUs", 2, check_steered),
     Check("fsdp on 2 GPUs with one layer at a time needs less than with one ahead", 2, check_layered),
     Check("every level of offload on 2 GPUs holds less there than the one before", 2, check_levels),
     Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),

@@ -33,6 +33,8 @@ MIN_GAIN = 0.02
 """Share of speed that something tried must bring to be kept."""
 PATIENCE_S = 60.0
 """From a relief of memory to its end, for the first one."""
+MIN_MOVE_GAIN = 0.08
+"""Share of the slowest stage's time that moving layers must save by its estimate, which takes layers to be alike."""
 RETRY_S = 300.0
 """From one trial of a thing to the next."""
 PRIOR_S = 1200.0
@@ -201,7 +203,7 @@ class ReferenceController:
             spent += cost
         ends = [sum(found[:stage]) for stage in range(len(found) + 1)]
         slowest = max(sum(each[start:end]) for start, end in zip(ends, ends[1:], strict=False))
-        if len(found) < stages or slowest > (1 - 2 * MIN_GAIN) * max(seconds):
+        if len(found) < stages or slowest > (1 - MIN_MOVE_GAIN) * max(seconds):
             return []
         return found if self._would_fit(layers, found) else []
 
@@ -217,7 +219,7 @@ class ReferenceController:
             state = max(bytes_ / count for bytes_, count in zip(states, layers, strict=True))
             for stage, (old, new) in enumerate(zip(layers, wanted, strict=True)):
                 more = max(0, new - old) * (max(kept) * (stages - stage) + state)
-                if more and seen["device_bytes"] and peaks[stage] + more > FULL * seen["device_bytes"]:
+                if more and seen["device_bytes"] and peaks[stage] + more > ROOMY * seen["device_bytes"]:
                     return False
         return True
 

@@ -1,7 +1,7 @@
 """What ranks do for `test_labs_ch07b.py`. Usage: ch07b_worker.py FOLDER.
 
-Each rank fine-tunes the same model from a folder in each layout, exports nothing, and measures a short way from naive
-to tuned with a model of a few hundred weights; it writes all that to FOLDER/rank<r>.pt.
+Each rank fine-tunes the same model from a folder in each layout, and measures the way from naive to tuned with the tiny
+model; it writes what it found to FOLDER/rank<r>.pt, and the runs to FOLDER/runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fine_tune(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     ranks = init_ranks(timeout_s=100)
-    found = {"fine-tuned": fine_tune(folder, ranks)}
+    found: dict[str, Any] = {"fine-tuned": fine_tune(folder, ranks)}
     found["rows"] = measure_tuning(num_turns=1, ranks=ranks, shape=get_model("tiny"))
     torch.save(found, folder / f"rank{ranks.rank}.pt")
     shutdown_ranks()

@@ -20,6 +20,7 @@ from vlmcourse import plots
 from vlmcourse.labs import ch07b, tuning
 from vlmcourse.labs.tuning import GLOBAL_BATCH, Tuned, Variant, memory_trades, tuning_steps
 from vlmcourse.models.hf import LAYOUTS, load_hf_folder
+from vlmcourse.models.weight_files import read_weights
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.hf_folder import find_hf_layout, read_hf_config
 from vlmcourse.train.export import export_hf_folder
@@ -130,6 +131,10 @@ def test_a_packed_weight_cut_as_if_stacked_loads_and_is_another_model(folder: Pa
     wrong, right = ch07b.split_as_if_stacked(folder / "internvl_chat"), load_hf_folder(folder / "internvl_chat")
     differ = {name for name, weight in right.state_dict().items() if not torch.equal(weight, wrong.state_dict()[name])}
     assert differ and all(name.startswith("language.blocks.") and "attention" in name for name in differ)
+    name = "language_model.model.layers.1.attention.wqkv.weight"
+    packed = read_weights(folder / "internvl_chat", "cpu", torch.float32, lambda key: key)[name]
+    attention: Any = wrong.language.blocks[1].attention
+    assert torch.equal(packed, torch.cat([getattr(attention, f"{part}_proj").weight for part in "qkv"]))
 
 
 def test_the_heavy_vision_tower_has_most_of_the_work() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ CHAT_ROLES = {"user": "human", "assistant": "gpt"}
 
 
 def make_checkpoints(parent: str | Path, seed: int = 0) -> dict[str, Path]:
-    """Write one tiny random model as a folder in each layout, in shards; folders of an earlier call are replaced.
+    """Write one tiny random model as a folder in each layout, in shards; those of an earlier call are replaced.
 
     Args:
         parent: where the folders go, each named after its layout.
@@ -49,7 +48,6 @@ def make_checkpoints(parent: str | Path, seed: int = 0) -> dict[str, Path]:
     model, folders = build_model(get_model("tiny"), seed=seed), {}
     for layout in LAYOUTS:
         folders[layout] = folder = Path(parent) / layout
-        shutil.rmtree(folder, ignore_errors=True)
         save_hf_folder(model, folder, BUILTIN_FOLDER, layout=layout, max_shard_bytes=SHARD_BYTES)
     return folders
 
@@ -208,9 +206,11 @@ def stretch_mlps(model: VLM, power: int) -> VLM:
     Returns:
         The model.
     """
-    for block in model.language.blocks:
-        block.mlp.up_proj.weight.mul_(2.0**power)
-        block.mlp.down_proj.weight.mul_(2.0**-power)
+    for name, weight in model.language.named_parameters():
+        if name.endswith("mlp.up_proj.weight"):
+            weight.mul_(2.0**power)
+        elif name.endswith("mlp.down_proj.weight"):
+            weight.mul_(2.0**-power)
     return model
 
 

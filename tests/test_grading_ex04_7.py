@@ -137,7 +137,7 @@ def test_the_notebook_asks_what_is_tested_here() -> None:
 
 
 def test_the_reference_answer_of_the_notebook_is_the_one_tested_here() -> None:
-    answer = reference(EXERCISE, "ex04_7")["Controller"]
+    answer = reference(EXERCISE, "ex04_7_controller")["Controller"]
     for number in (0, 2, 4):
         mine, other = (ex04_7.play_run(kind, number).log for kind in (answer, Controller))
         assert mine.useful_samples == other.useful_samples

@@ -73,6 +73,19 @@ def change(
     return utilisation
 
 
+def one_before(towers, step_s, num_devices, peak_flop_per_s):
+    """Right where each frozen tower is the only one behind a trained one."""
+    if peak_flop_per_s is None:
+        return None, None
+    mfu = extra = 0.0
+    for i, (size, trained, marked) in enumerate(towers):
+        reached = trained or (i > 0 and towers[i - 1][1])
+        mfu += size * (1 + reached + trained)
+        extra += size * (reached and marked)
+    possible = step_s * num_devices * peak_flop_per_s
+    return mfu / possible, (mfu + extra) / possible
+
+
 def no_peak_at_all(towers, step_s, num_devices, peak_flop_per_s):
     return change()(towers, step_s, num_devices, peak_flop_per_s * 1.0)
 
@@ -101,6 +114,7 @@ WRONG: dict[str, tuple[Answer, str, float]] = {
         "where something *behind* it is trained",
         3.0,
     ),
+    "only the one before": (one_before, "a trained tower just before a frozen one only", 3.9),
     "frozen left out": (change(lambda trained, before, behind: 3 * trained), "left frozen towers out", 2.5),
     "forward alone": (change(lambda *_: 1), "counted forward alone", 0.0),
     "all that is marked": (change(again=lambda trained, before, marked: marked), "ran every marked tower again", 3.7),

@@ -301,6 +301,22 @@ def test_communication_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path
     assert said(found, "30.0 ms a step: no rank is late then") and not said(found, "upper bound")
 
 
+def test_a_slow_rank_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path: Path) -> None:
+    """Waits count as computing, so all ranks seem to compute alike; rank 1 has 40 ms a step more of its own."""
+    change = lambda rank, step: {"communication_s": 0.0, "backward_s": 0.064}  # noqa: E731
+    folder = write_log(tmp_path, change, hardware=GPU, config={"parallel": {"strategy": "fsdp"}})
+    for path in (folder / "steps").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [{k: v for k, v in row.items() if k != "communication_s"} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert noted(diagnose(folder), "neither it nor a slow rank nor unequal work was looked for")
+    ranks = (rank_time(0, exposed_s=0.09, communication_s=0.09), rank_time(1, exposed_s=0.01, communication_s=0.01))
+    found = diagnose(add_profile(folder, *ranks, on_gpu=True, shared_exposed_s=0.01))
+    assert only(found).cause == "slow_rank" and only(found).rank == 1
+    assert only(found).share == pytest.approx(0.4)
+    assert said(found, "rank 1 has 93.0 ms a step of its own") and said(found, "pace gives 53.0 ms")
+
+
 def test_log_and_profile_compare_the_same_part_of_the_waits(tmp_path: Path) -> None:
     """Each rank waits 60 ms a step, but of the two exchanges only 20 and 10 are waited by both."""
     folder = write_log(

@@ -17,14 +17,14 @@ FLAGS: dict[str, tuple[tuple[tuple[bool, bool], ...], ...]] = {
     "trained": (((T, F), (T, F)), ((T, F), (T, F), (T, F))),
     "frozen": (
         ((F, F), (T, F), (F, F)),  # a frozen vision tower, a trained projector, a frozen language tower
+        ((T, F), (F, F), (F, F), (T, F)),  # two frozen ones behind a trained one: both pass the gradient on
         ((F, F), (T, F)),
-        ((T, F), (F, F), (T, F)),
         ((F, F), (F, F), (T, F)),
     ),
     "recomputed": (
         ((F, T), (T, F), (F, T)),
         ((F, T), (T, T)),
-        ((T, T), (F, F), (T, T)),
+        ((T, T), (F, F), (F, T), (T, T)),
         ((T, T), (T, F)),
     ),
     "no peak": (((T, T),), ((F, F), (T, F))),

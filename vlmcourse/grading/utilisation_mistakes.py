@@ -21,6 +21,12 @@ def _passes_from_the_loss(towers: Sequence[Tower]) -> list[int]:
     return count_passes(towers[::-1])[::-1]
 
 
+def _passes_from_the_one_before(towers: Sequence[Tower]) -> list[int]:
+    """Count as if a frozen tower had a backward only right behind a trained one, and not behind another frozen one."""
+    before = [False, *(is_trained for _, is_trained, _ in towers)]
+    return [1 + (is_trained or before[i]) + is_trained for i, (_, is_trained, _) in enumerate(towers)]
+
+
 WRONG_PASSES: list[Choice] = [
     (
         "you counted a frozen tower three times, as 6 N does: its weights need no gradient, and its inputs need one "
@@ -56,6 +62,11 @@ WRONG_PASSES: list[Choice] = [
         "you gave a frozen tower a backward where something *behind* it is trained: gradients travel from the loss "
         "to the front, and stop behind the first tower that is trained",
         _passes_from_the_loss,
+    ),
+    (
+        "you looked for a trained tower just before a frozen one only: the gradient passes through *all* frozen towers "
+        "behind the first trained one",
+        _passes_from_the_one_before,
     ),
     (
         "you left frozen towers out: their forward is needed too",

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vlmcourse.parallel.layer_times import LayerTimes
-from vlmcourse.parallel.timeline import makespan_s, needed_by, replay_actions
+from vlmcourse.parallel.timeline import makespan_s, replay_actions
 from vlmcourse.planner.stages import StageSplit
+from vlmcourse.planner.timeline import needed_by
 
 CHUNK = 8192
 """Splits played at a time."""
@@ -71,7 +72,7 @@ class Player:
         clock = [torch.zeros(len(cuts), dtype=torch.float64) for _ in self.times.order]
         ended: dict[tuple[str, int, int], Tensor] = {}
         for action in self.actions:
-            needed = needed_by(action, self.last_stage)
+            needed = needed_by(action.kind, action.microbatch, action.stage, self.last_stage)
             start = clock[action.rank] if needed is None else torch.maximum(clock[action.rank], ended[needed])
             clock[action.rank] = start + cost_s[action.kind, action.stage]
             kind = "B" if action.kind == "I" else action.kind

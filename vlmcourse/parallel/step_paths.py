@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlmcourse.parallel.played_step import Player, backward_costs
-from vlmcourse.parallel.timeline import needed_by
+from vlmcourse.planner.timeline import needed_by
 
 KINDS = "FBIW"
 Array = np.ndarray
@@ -141,7 +141,7 @@ def _number_needs(player: Player) -> list[tuple[int, int, int, int]]:
     last_of_rank: dict[int, int] = {}
     ended: dict[tuple[str, int, int], int] = {}
     for number, action in enumerate(player.actions, start=1):
-        needed = needed_by(action, player.last_stage)
+        needed = needed_by(action.kind, action.microbatch, action.stage, player.last_stage)
         waits_for = ended[needed] if needed is not None else 0
         steps.append((last_of_rank.get(action.rank, 0), waits_for, KINDS.index(action.kind), action.stage))
         last_of_rank[action.rank] = number

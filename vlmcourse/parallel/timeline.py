@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from vlmcourse.planner.pipeline_order import Step
+from vlmcourse.planner.timeline import KINDS, play_order, prepare_order
+
 
 class Action(NamedTuple):
     """One forward or backward of one micro-batch on one stage."""
@@ -136,36 +139,9 @@ def replay_actions(ranks: Sequence[Sequence[Action]], cost_s: Mapping[tuple[str,
     Raises:
         ValueError: if an action waits for one that never comes.
     """
-    last_stage = max(action.stage for of_rank in ranks for action in of_rank)
-    ended: dict[tuple[str, int, int], float] = {}
-    replayed: list[list[Action]] = [[] for _ in ranks]
-    num_actions = sum(map(len, ranks))
-    while (done := sum(map(len, replayed))) < num_actions:
-        for of_rank, new in zip(ranks, replayed, strict=True):
-            for action in of_rank[len(new) :]:
-                needed = needed_by(action, last_stage)
-                if needed is not None and needed not in ended:
-                    break
-                start = max(new[-1].end_s if new else 0.0, ended[needed] if needed is not None else 0.0)
-                new.append(action._replace(start_s=start, end_s=start + cost_s[action.kind, action.stage]))
-                step = "F" if action.kind == "F" else "W" if action.kind == "W" else "B"
-                ended[step, action.microbatch, action.stage] = new[-1].end_s
-        if done == sum(map(len, replayed)):
-            waiting = [
-                of_rank[len(new)] for of_rank, new in zip(ranks, replayed, strict=True) if len(new) < len(of_rank)
-            ]
-            raise ValueError(
-                f"{len(waiting)} ranks wait for actions that are not in this step, the first in {waiting[0]}"
-            )
-    return replayed
-
-
-def needed_by(action: Action, last_stage: int) -> tuple[str, int, int] | None:
-    """Return kind, micro-batch and stage of the action whose result this one waits for."""
-    if action.kind == "F":
-        return ("F", action.microbatch, action.stage - 1) if action.stage else None
-    if action.kind == "W":
-        return "B", action.microbatch, action.stage
-    if action.stage == last_stage:
-        return "F", action.microbatch, action.stage
-    return "B", action.microbatch, action.stage + 1
+    order = prepare_order([[Step(*action[1:4]) for action in of_rank] for of_rank in ranks])
+    costs_s = [cost_s.get((kind, stage), 0.0) for stage in range(order.num_stages) for kind in KINDS]
+    return [
+        [action._replace(start_s=timed.start_s, end_s=timed.end_s) for action, timed in zip(*both, strict=True)]
+        for both in zip(ranks, play_order(order, costs_s).ranks, strict=True)
+    ]

@@ -6,8 +6,9 @@ cannot be measured is absent, never 0: the norm of a step that a loss scaler ski
 not evaluated, MFU on a machine whose peak nobody knows.
 
 All that is "per second", MFU and HFU are over one clock: the seconds since the last row that were in steps, of the rank
-with the most of them (a step is over when the slowest rank's is). What comes between steps is left out: callbacks,
-saves, evaluations, log rows. `performance/wall_tokens_per_second` has it all in it: the same tokens over all the time
+with the most of them (a step is over when the slowest rank's is). What comes between steps is left out, callbacks,
+saves, evaluations, log rows, as far as all ranks have it at once: where one rank comes late from it, the others wait in
+their next step. `performance/wall_tokens_per_second` has it all in it: the same tokens over all the time
 since the last row. A diagnosis counts so too, of the steps that it looks at. Chapter 6.
 """
 

@@ -25,11 +25,12 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     Its fast steps (lower quartile) are held against what is usual for the others (median), in seconds by FLOPs, and of
     both halves of the run the one counts in which the difference is smaller: what disturbs now one rank and now another
     does not count, and neither does more work. A slow rank is slow in its best steps too, and all the time. In a
-    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged. Nor can
-    any rank where waits count as computing: the one that seems to compute longest then waits longest.
+    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged. Where
+    waits count as computing, the one that seems to compute longest waits longest: then a profile tells, if there is
+    one.
     """
     if not facts.tells_communication:
-        return None
+        return find_slow_rank_in_profile(facts)
     stages = stage_of_ranks(facts)
     groups = [ranks for stage in set(stages.values()) if len(ranks := [r for r in stages if stages[r] == stage]) > 1]
     if not groups:
@@ -69,6 +70,45 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
             facts.tokens_per_s,
             share * (len(facts.ranks) - 1) / len(facts.ranks),
         ),
+    ]
+    return build_finding("slow_rank", share, evidence, fixes, detail=f"rank {slowest}", rank=slowest)
+
+
+def find_slow_rank_in_profile(facts: RunFacts) -> Finding | None:
+    """Look in the recorded steps, where computing can be told from waiting, for a rank with more time of its own.
+
+    Waits for samples and time between steps, which the step log tells of, are taken off; what is left is held against
+    the median of the others in seconds by FLOPs, where these are known.
+    """
+    profile, profiled = facts.profile, facts.profiled
+    if profile is None or profiled is None or len(profile.ranks) == 1 or pipeline_degree(facts) > 1:
+        return None
+    records = {r.rank: [ranks[r.rank] for ranks in profiled.steps.values() if r.rank in ranks] for r in profile.ranks}
+    flops = {rank: [facts.count_flops(record) for record in of_rank] for rank, of_rank in records.items()}
+    knows = all(of_rank and None not in of_rank for of_rank in flops.values())
+    own_s, pace = {}, {}
+    for of_rank in profile.ranks:
+        in_steps_s = sum(record.step_s for record in records[of_rank.rank]) or of_rank.seconds
+        loading_s = sum(record.data_wait_s or 0.0 for record in records[of_rank.rank])
+        own_s[of_rank.rank] = of_rank.own_s - max(0.0, of_rank.seconds - in_steps_s) - loading_s
+        work = sum(count.hardware for count in flops[of_rank.rank] if count is not None) if knows else 1.0
+        pace[of_rank.rank] = own_s[of_rank.rank] / work
+    slowest = max(pace, key=lambda rank: pace[rank])
+    usual = median(value for rank, value in pace.items() if rank != slowest)
+    usual_s = usual * own_s[slowest] / pace[slowest]
+    share = max(0.0, own_s[slowest] - usual_s) / mean(of_rank.seconds for of_rank in profile.ranks)
+    num_steps = len(profile.steps)
+    evidence = [
+        f"The step log cannot tell it here; in the profile of {name_steps(profile)} rank {slowest} has "
+        f"{1e3 * own_s[slowest] / num_steps:.1f} ms a step of its own, without waits, where the others' pace gives "
+        f"{1e3 * usual_s / num_steps:.1f} ms: they wait for the rest, {share:.0%} of the time. A few steps are little; "
+        "profile later ones to be sure.",
+        "Its work is allowed for (FLOPs of tiles and positions)."
+        if knows
+        else "FLOPs are not known here, so all ranks are taken to have the same work.",
+    ]
+    fixes = [
+        build_fix(f"take the machine of rank {slowest} out, or find what else runs there", facts.tokens_per_s, share)
     ]
     return build_finding("slow_rank", share, evidence, fixes, detail=f"rank {slowest}", rank=slowest)
 
@@ -162,8 +202,9 @@ def find_communication(facts: RunFacts) -> Finding | None:
         return None
     if not facts.tells_communication and facts.profile is None:
         facts.notes.append(
-            "communication cannot be told from computing in this strategy's step log on a GPU: record a profile "
-            "(profile.active = 3): its summary in the run's folder is read here"
+            "communication cannot be told from computing in this strategy's step log on a GPU, so neither it nor a "
+            "slow rank nor unequal work was looked for: record a profile (profile.active = 3): its summary in the "
+            "run's folder is read here"
         )
         return None
     if pipeline_degree(facts) > 1:

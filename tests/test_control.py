@@ -75,13 +75,13 @@ def test_a_peak_is_the_planners_memory_of_the_same_plan(policies: tuple[str, str
             recompute_language=policies[1],
         )
         rates = find_rates(job, zero_stage, *policies, False, layers)
-        for tokens, tiles in ((4000, 12), (1000, 40), (9000, 0)):
+        for tokens, tiles in ((4000, 12), (1000, 40), (9000, 0), (20, 1)):
             peaks = [estimate_peak_bytes(one, Load(tiles, tokens, 0), 0.0) for one in rates]
             workload = Workload(seq_len=tokens, tiles_per_sample=tiles)
-            assert max(peaks) == pytest.approx(estimate_rank_memory(plan, model, workload).device_total, rel=1e-5)
+            assert max(peaks) == pytest.approx(estimate_rank_memory(plan, model, workload).device_total, rel=1e-9)
             activations = estimate_activation_bytes(plan, model, workload, 0)
             more = estimate_peak_bytes(rates[0], Load(tiles, tokens, 0), 0.1) - peaks[0]
-            assert more == pytest.approx(0.1 * activations, rel=1e-3)
+            assert more == pytest.approx(0.1 * activations, rel=1e-6)
 
 
 def test_a_pipeline_of_equal_stages_has_the_ideal_bubble() -> None:
@@ -247,7 +247,7 @@ def test_the_wall_time_of_a_run_is_what_its_parts_cost() -> None:
     assert plain.useful_samples == 64 * len(plain.rows)
     for action, price_s in (
         ({"action": "save"}, checkpoint_s(DATA_PARALLEL)),
-        ({"action": "recompute", "tower": "vision", "policy": "none"}, SETTLE_S),
+        ({"action": "recompute", "tower": "language", "policy": "full"}, SETTLE_S),
         ({"action": "compress", "on": True}, 0.0),
         ({"action": "shard", "zero_stage": 3}, checkpoint_s(DATA_PARALLEL) + restart_s(DATA_PARALLEL)),
         (

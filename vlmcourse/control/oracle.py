@@ -72,10 +72,11 @@ class Oracle:
         return changed
 
     def _price(self, settings: Settings, ahead: int, conditions: Conditions) -> StepPrice:
-        """Price an attempt; those of one dealing share its micro-batches."""
+        """Price an attempt; those of the same samples, dealt alike, share their micro-batches."""
         sim = self.simulation
+        drawn = (ahead, conditions.mean_tiles, conditions.tile_spread, conditions.mean_text)
         dealing = (settings.micro_batch_size, settings.accumulation_steps, settings.balance, settings.shares)
-        key = (ahead, *dealing)
+        key = (*drawn, *dealing)
         if key not in self._loads:
             samples = sim.samples(sim.attempt + ahead, conditions)
             self._loads[key] = load(samples, sim.deal(settings, samples))
@@ -84,7 +85,12 @@ class Oracle:
     def _choose(self, step_s: float) -> Settings:
         """Improve the present settings, one at a time."""
         sim = self.simulation
-        ahead = {count: sim.conditions(sim.now_s + count * step_s) for count in LOOK_AHEAD}
+        stop_s = restart_s(sim.job) + checkpoint_s(sim.job)
+        ahead = {
+            (count, later_s): sim.conditions(sim.now_s + later_s + count * step_s)
+            for later_s in (0.0, stop_s)
+            for count in LOOK_AHEAD
+        }
         best = sim.settings
         best_s = self._cost(best, ahead)
         for _ in range(2):
@@ -127,16 +133,22 @@ class Oracle:
         ]
         return () if max(speeds) < 1.02 * min(speeds) else tuple(speed / sum(speeds) for speed in speeds)
 
-    def _cost(self, settings: Settings, ahead: dict[int, Conditions]) -> float:
-        """Return the mean seconds of the coming steps, what the change costs added; over memory, how much it lacks."""
+    def _cost(self, settings: Settings, ahead: dict[tuple[int, float], Conditions]) -> float:
+        """Return the mean seconds of the coming steps, what the change costs added; over memory, how much it lacks.
+
+        After a restart the world has changed further: such settings must fit then too.
+        """
         sim, present = self.simulation, self.simulation.settings
         seconds: list[float] = []
-        for count, conditions in ahead.items():
+        for (count, later_s), conditions in ahead.items():
+            if later_s and settings.zero_stage == present.zero_stage:
+                continue
             price = self._price(settings, count, conditions)
             lacks = max(price.peak_bytes) / (SAFE_FRACTION * sim.device_bytes)
             if lacks > 1:
                 return TOO_LONG_S * lacks
-            seconds.append(price.step_s)
+            if not later_s:
+                seconds.append(price.step_s)
         mean_s = fmean(seconds)
         if settings.zero_stage != present.zero_stage:
             left_s = max(1.0, min(900.0, sim.world.horizon_s - sim.now_s))

@@ -103,10 +103,9 @@ def estimate_peak_bytes(rates: StageRates, load: Load, fragmentation: float) -> 
         load: the micro-batch.
         fragmentation: share of the activations that is lost to holes beside them.
     """
-    (token, tile_kept), (token_kept, tile) = rates.activation_bytes
-    language = token * load.num_tokens + tile_kept * load.num_tiles
-    vision = token_kept * load.num_tokens + tile * load.num_tiles
-    return rates.constant_bytes + max(language, vision) * (1 + fragmentation)
+    tokens, tiles = load.num_tokens, max(1, load.num_tiles)  # a text alone is encoded with a blank tile
+    activations = max(constant + token * tokens + tile * tiles for constant, token, tile in rates.activation_bytes)
+    return rates.constant_bytes + activations * (1 + fragmentation)
 
 
 def price_step(

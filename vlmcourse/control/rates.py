@@ -11,12 +11,14 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vlmcourse.planner.activations import Workload, estimate_activation_bytes
+from vlmcourse.planner.activations import Workload, list_activations
 from vlmcourse.planner.flops import TOWERS, StepFlops, Work, count_patch_flops, count_tower_flops
 from vlmcourse.planner.hardware import DeviceSpec, get_device
-from vlmcourse.planner.memory import ALLOWANCE_BYTES, estimate_stage, local_params
+from vlmcourse.planner.job import describe_plan
+from vlmcourse.planner.memory import estimate_stage, local_params
 from vlmcourse.planner.network import Link, estimate_step_traffic
 from vlmcourse.planner.plan import Plan
+from vlmcourse.planner.run_peak import build_run_load
 from vlmcourse.planner.stages import StageSplit, find_split, split_by_cost
 from vlmcourse.presets import VLMShape, get_model
 
@@ -27,8 +29,9 @@ COMPRESSION_PASSES = 6
 UNITS = (Work(1, 0, 0), Work(0, 1, 0), Work(0, 0, 1))
 """A tile, a token, a pair of tokens."""
 PROBE = 10**6
+"""Tokens, and tiles, of the micro-batches that the planner is asked about."""
 ByUnit = tuple[float, float, float]
-"""Seconds of each of `UNITS`."""
+"""Seconds of each of `UNITS`; of bytes see `StageRates.activation_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +75,8 @@ class StageRates:
     """Weights, gradients, optimizer: what is there between steps too."""
     constant_bytes: float
     """The same, with what ZeRO-3 gathers and the allowance: all but activations."""
-    activation_bytes: tuple[tuple[float, float], tuple[float, float]]
-    """Two pairs: bytes a token and bytes a tile. The larger of the two sums is the planner's estimate."""
+    activation_bytes: tuple[ByUnit, ...]
+    """By moment of a step: bytes at any load, a token, and a tile. The largest sum is the planner's estimate."""
     reduce_bytes: float
     """Sent by a rank for one exchange of gradients."""
     gather_bytes: float
@@ -152,7 +155,7 @@ def _find_stage(
         forward_s=(forward_s[0], forward_s[1], forward_s[2]),
         backward_s=(backward_s[0], backward_s[1], backward_s[2]),
         state_bytes=memory.state,
-        constant_bytes=memory.state + memory.gathered + ALLOWANCE_BYTES,
+        constant_bytes=memory.device_total - memory.activations,
         activation_bytes=_probe_activations(plan, model, stage),
         reduce_bytes=traffic.reduce_scatter,
         gather_bytes=traffic.all_gather / (2 if plan.zero_stage == 3 else 1),
@@ -195,20 +198,23 @@ def _count_stage(plan: Plan, model: VLMShape, split: StageSplit, stage: int, wor
     return sum(parts, found)
 
 
-def _probe_activations(plan: Plan, model: VLMShape, stage: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the planner's estimate as the larger of two sums, found by asking it a few times.
+def _probe_activations(plan: Plan, model: VLMShape, stage: int) -> tuple[ByUnit, ...]:
+    """Return the planner's estimate as sums of which the largest counts, found by asking it three times.
 
-    What is kept grows with tokens and tiles; besides, one segment is at work: the language tower's or the vision
-    tower's, whichever is larger. Many tokens make it the first, many tiles the second.
+    A step's memory has several moments that may be the fullest (see `rank_peak.py`); the bytes of each are linear in
+    tokens and tiles. Moments that another one exceeds at any load are left out.
     """
 
-    def ask(num_tokens: int, num_tiles: int) -> int:
+    def ask(num_tokens: int, num_tiles: int) -> list[int]:
         workload = Workload(seq_len=num_tokens, tiles_per_sample=num_tiles)
-        return estimate_activation_bytes(plan, model, workload, stage)
+        return list_activations(build_run_load(describe_plan(plan, model, workload), stage))
 
-    few = PROBE // 1000
-    token_at_work = ask(PROBE, 0) / PROBE
-    tile_kept = (ask(PROBE, few) - ask(PROBE, 0)) / few
-    token_kept = (ask(1 + few, PROBE) - ask(1, PROBE)) / few
-    tile_at_work = (ask(1, PROBE) - token_kept) / PROBE
-    return (token_at_work, tile_kept), (token_kept, tile_at_work)
+    found: list[ByUnit] = []
+    for least, of_tokens, of_tiles in zip(ask(1, 1), ask(1 + PROBE, 1), ask(1, 1 + PROBE), strict=True):
+        token, tile = (of_tokens - least) / PROBE, (of_tiles - least) / PROBE
+        found.append((least - token - tile, token, tile))
+    return tuple(one for one in dict.fromkeys(found) if not any(_exceeds(other, one) for other in found))
+
+
+def _exceeds(one: ByUnit, other: ByUnit) -> bool:
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))

@@ -348,7 +348,7 @@ def test_more_work_at_equal_pace_is_unequal_work_by_the_profile(tmp_path: Path) 
     found = two_ranks(tmp_path / "twice", 0.384, 0.192, TWICE)
     assert (only(found).cause, only(found).rank) == ("imbalance", 1)
     assert only(found).share == pytest.approx(0.192 / 0.392 / 2, abs=0.02)
-    # Twice the work in hardly more time: hardly anybody waits, so nobody is named, least of all the rank with less work.
+    # Twice the work in hardly more time: hardly anybody waits, so nobody is named, least of all rank 0 with less work.
     assert not two_ranks(tmp_path / "bound", 0.2, 0.008, TWICE).findings
 
 

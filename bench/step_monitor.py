@@ -95,7 +95,7 @@ def measure_row(trainer: Trainer, ranks: Ranks, repeats: int) -> tuple[float, fl
         def row(report: Any = report) -> None:
             meter.see_gradients(trainer.model, trainer.optimizer)
             meter.see_update(trainer.model, trainer.optimizer)
-            build_row(report, report.tokens, 1.0, None, meter.measure())
+            build_row(report, 1.0, None, meter.measure(report.tokens))
 
         times.append(spent(row))
     return medians(times)

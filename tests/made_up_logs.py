@@ -37,7 +37,10 @@ def write_log(
     for step in range(1, num_steps + 1):
         parts = [USUAL | {"other_s": 0.0} | dict(change(rank, step)) for rank in range(world_size)]
         events = [between(rank, step) for rank in range(world_size)]
-        own_s = [sum(v for name, v in p.items() if name.endswith("_s") and name != "data_cpu_s") for p in parts]
+        own_s = [
+            sum(v for name, v in p.items() if name.endswith("_s") and name not in ("data_cpu_s", "waits_s"))
+            for p in parts
+        ]
         for rank, writer in enumerate(writers):
             fields: dict[str, Any] = {
                 "samples": 8,

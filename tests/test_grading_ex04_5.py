@@ -342,6 +342,38 @@ def test_the_reference_answers_of_the_notebook_earn_all_points() -> None:
     ) and 5 <= period <= 7
 
 
+def test_a_blank_helper_is_named_and_costs_only_what_depends_on_it(capsys: Any) -> None:
+    """Some causes are told by their spikes, so that naming these needs `find_period`."""
+    said: dict[str, set[str]] = {}
+    earned: dict[str, dict[str, float]] = {}
+    space = reference(EXERCISE, *(f"ex04_5_{name}" for name in SOLUTIONS))
+    for helper in ("choose_fix", "find_evidence", "find_period"):
+        solved = space[helper]
+        exec(f"def {helper}(*_):\n    raise NotImplementedError()", space)
+        blank = space[helper]
+        earned[helper] = {part: CHECKS[part](space["diagnose"], POINTS[part], 1, 12) for part in POINTS}
+        assert space[helper] is blank  # as the learner left it
+        space[helper] = solved
+        out = capsys.readouterr().out
+        said[helper] = set(out.splitlines())
+        assert "diagnose is not solved yet" not in out and "Blank" not in out, out
+    assert earned["choose_fix"] == POINTS | {"fix": 0}
+    assert said["choose_fix"] == {"choose_fix is not solved yet; it is needed for fix in 12 of 12 traces"}
+    assert earned["find_evidence"] == dict.fromkeys(POINTS, 0)
+    assert said["find_evidence"] == {
+        "find_evidence is not solved yet; it is needed for cause in 12, evidence in 12, fix in 12 of 12 traces"
+    }
+    (line,) = (line for line in said["find_period"] if line.startswith("find_period is not solved yet"))
+    num_causes, num_evidence, num_fixes = map(int, re.findall(r" in (\d+)", line))
+    assert 0 < num_causes == num_fixes < 12
+    known = 1 - num_causes / 12  # of these all is right but the period
+    assert earned["find_period"]["cause"] == pytest.approx(7 * known, abs=0.01)
+    assert earned["find_period"]["fix"] == pytest.approx(3 * known, abs=0.01)
+    assert 4 * known * 0.75 <= earned["find_period"]["evidence"] + 0.01 < 4 * known and num_evidence > num_causes
+    assert any(line.endswith(": it needs find_period, which is not solved yet") for line in said["find_period"])
+    assert not any("is not the period" in line or "It looks as if" in line for line in said["find_period"])
+
+
 def test_the_answer_in_words_keeps_to_its_own_limit() -> None:
     cells = read_cells("solutions", EXERCISE)
     stated = re.search(r"In (\d+) to (\d+) words", cells["ex04_5_words_task"].source)

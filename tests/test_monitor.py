@@ -56,12 +56,12 @@ def test_throughput_of_a_run_shorter_than_the_warm_up_counts_all_of_it() -> None
     assert throughput.mean().total == 30
 
 
-def test_recent_throughput_starts_anew_at_each_call() -> None:
+def test_tokens_of_a_row_are_counted_anew_at_each_call() -> None:
     throughput = Throughput(num_warmup_steps=0)
     throughput.add(TokenCount(text=100), 1.0)
-    assert throughput.take_recent().text == 100
-    throughput.add(TokenCount(text=100), 4.0)
-    assert throughput.take_recent().text == 25
+    assert throughput.take_tokens().text == 100
+    throughput.add(TokenCount(text=30), 4.0)
+    assert throughput.take_tokens().text == 30
 
 
 def test_peak_of_the_process_grows_with_what_it_holds() -> None:

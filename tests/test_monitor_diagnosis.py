@@ -5,6 +5,7 @@ Logs made up here are named so: throttling, copies, an allocator that starts ove
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -24,11 +25,13 @@ from vlmcourse.faults.catalog import BASE, FAULTS
 from vlmcourse.faults.lookalikes import LOOKALIKES
 from vlmcourse.faults.planted import run_name, run_planted
 from vlmcourse.monitor.diagnosis import CAUSES, HEALTHY, Diagnosis, diagnose, thresholds
+from vlmcourse.monitor.diagnosis.facts import read_run
 from vlmcourse.monitor.recorded import recorded_causes, recorded_run
-from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, read_step_log
+from vlmcourse.monitor.step_log import RESUME, EventRecord, StepLogWriter, StepRecord, read_step_log
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.presets import get_model
 from vlmcourse.train.accumulate import micro_batch_loss_sum
+from vlmcourse.train.step_settings import name_changes
 from vlmcourse.train.trainer import Trainer
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"), backend="none")
@@ -377,6 +380,7 @@ def test_a_resumed_run_of_other_ranks_is_judged_by_its_last_part(tmp_path: Path)
             writer.write(StepRecord(step=step, start_s=0.1 * step, step_s=0.1, world_size=size, **USUAL))
     found = diagnose(tmp_path)
     assert found.world_size == 1 and (found.first_step, found.last_step) == (13, 29) and found.is_healthy
+    assert "steps up to 10 are left out: then the run was resumed with other settings (2 -> 1 rank(s))" in found.notes
     assert set(read_step_log(tmp_path)) == {0, 1}
 
 
@@ -392,6 +396,62 @@ def test_a_run_that_was_killed_and_went_on_with_fewer_ranks_is_judged_by_what_it
     writer.close()
     found = diagnose(tmp_path)
     assert (found.world_size, found.first_step, found.last_step) == (1, 13, 23) and found.is_healthy
+
+
+def write_resumed(folder: Path, marks: list[tuple[int, str]], num_steps: int) -> None:
+    """Write a run of steps that wait for samples up to the first mark; a mark is a step, and what changed after it."""
+    for rank in (0, 1):
+        for mark, changed in ((None, ""), *marks):
+            writer = StepLogWriter(folder, rank, keep_until_step=mark, changed=changed)
+            for step in range(1 + (mark or 0), num_steps + 1):
+                slow: dict[str, Any] = {} if mark else {"data_wait_s": 0.05, "forward_s": 0.0}
+                writer.write(StepRecord(step=step, start_s=0.1 * step, step_s=0.1, world_size=2, **(USUAL | slow)))
+            writer.close()
+
+
+def test_a_run_that_was_resumed_with_other_settings_is_judged_from_there_on(tmp_path: Path) -> None:
+    write_resumed(tmp_path / "same", [(15, "")], 23)
+    assert (diagnose(tmp_path / "same").first_step, diagnose(tmp_path / "same").cause) == (3, "data_loading")
+    write_resumed(tmp_path / "other", [(15, "parallel.strategy 'ddp' -> 'fsdp'"), (18, "")], 30)
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in (10, 15, 20))
+    (tmp_path / "other" / "log.jsonl").write_text(rows, encoding="utf-8")
+    assert [row["step"] for row in read_run(tmp_path / "other").rows] == [20]
+    found = diagnose(tmp_path / "other")
+    assert found.is_healthy and (found.first_step, found.last_step) == (21, 29)  # 18: warm-up again
+    assert found.notes[0] == (
+        "steps up to 15 are left out: then the run was resumed with other settings (parallel.strategy 'ddp' -> 'fsdp')"
+    )
+    write_resumed(tmp_path / "set back", [(15, "train.log_every 20 -> 5"), (15, "")], 23)
+    assert diagnose(tmp_path / "set back").first_step == 3
+    write_resumed(tmp_path / "short", [(15, "train.log_every 20 -> 5")], 20)
+    with pytest.raises(ValueError, match=r"steps up to 15 are left out: .* \(train.log_every 20 -> 5\); wait"):
+        diagnose(tmp_path / "short")
+
+
+def test_a_resume_leaves_in_the_step_log_which_settings_make_other_steps(tmp_path: Path) -> None:
+    def run(num_steps: int, **train: int) -> Trainer:
+        train = {"num_steps": num_steps, "micro_batch_size": 4, **train}
+        config = parse_config({"run": {"output_dir": str(tmp_path)}, "train": train, "data": {"num_eval_samples": 1}})
+        trainer = Trainer(config, ALONE, show_progress=False)
+        if num_steps > 3:
+            trainer.resume()
+        trainer.fit()
+        return trainer
+
+    run(3)
+    run(7)  # as before, but for its length
+    trainer = run(17, micro_batch_size=2, accumulation_steps=2)
+    marks = [
+        (event.step, event.changed) for event in read_step_log(tmp_path / "run")[0].events if event.event == RESUME
+    ]
+    changed = "train.micro_batch_size 4 -> 2, train.accumulation_steps 1 -> 2"
+    assert marks == [(3, ""), (7, changed)]
+    found = diagnose(tmp_path / "run")
+    assert (found.first_step, found.last_step) == (10, 16) and changed in found.notes[0]
+    freed = dataclasses.replace(trainer.config.parallel, timeout_s=9.0)
+    assert name_changes(dataclasses.asdict(trainer.config), dataclasses.replace(trainer.config, parallel=freed)) == ""
+    saved = json.loads(json.dumps(dataclasses.asdict(trainer.config)))  # as a checkpoint keeps it: no tuples
+    assert name_changes(saved, trainer.config) == ""
 
 
 def test_the_pause_of_a_resumed_run_and_the_warm_up_after_it_are_nobodys_fault(tmp_path: Path) -> None:

@@ -118,6 +118,26 @@ def test_copies_of_a_gpu_count_by_direction_and_what_hides_behind_kernels_does_n
     assert "HtoD 6.0 MB a step in 13.0 ms, 8.0 ms of it exposed" in str(summary)
 
 
+def test_exposed_communication_is_that_of_the_rank_that_waits_least_in_each_collective() -> None:
+    """Rank 0 waits 20 ms in its all-reduce and 1 in a broadcast, rank 1 10 and 20; one within another counts once."""
+
+    def sent(name: str, start_ms: float, end_ms: float) -> dict[str, Any]:
+        return span(f"gloo:{name}", start_ms, end_ms, tid=7001, cat="user_annotation")
+
+    first = rank_trace(0, more=[sent("broadcast", 100, 101), sent("barrier", 95, 99)])
+    other = rank_trace(1, more=[sent("broadcast", 90, 110), sent("barrier", 95, 99)])
+    summary = summarise(merge_traces([first, other]))
+    assert min(of_rank.exposed_s for of_rank in summary.ranks) == pytest.approx(0.021)
+    assert summary.shared_exposed_s == pytest.approx(0.011) and summary.shared_exposed_share == pytest.approx(
+        0.011 / 0.2
+    )
+    once_more = rank_trace(1, more=[sent("broadcast", 90, 110)])
+    assert summarise(merge_traces([first, once_more])).shared_exposed_s is None, "a barrier on one rank only"
+    # What is exposed in no collective is a rank's that has least of it: 2 ms of a call on rank 0, 10 on rank 1.
+    called = [rank_trace(rank, more=[span("c10d::wait", 100, 102 if rank == 0 else 110)]) for rank in (0, 1)]
+    assert summarise(merge_traces(called)).shared_exposed_s == pytest.approx(0.012)
+
+
 def test_without_a_profile_all_is_as_before_and_one_that_agrees_is_quoted(tmp_path: Path) -> None:
     change = lambda rank, step: {"data_wait_s": 0.1}  # noqa: E731
     plain = diagnose(write_log(tmp_path / "plain", change))
@@ -198,17 +218,22 @@ def test_steps_with_the_profiler_on_are_left_out_or_said_to_be_in(tmp_path: Path
 
 
 def test_a_profile_that_cannot_be_used_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    runs = {name: write_log(tmp_path / name) for name in ("empty", "broken", "ranks", "steps")}
+    runs = {name: write_log(tmp_path / name) for name in ("empty", "broken", "ranks", "steps", "settings")}
     (runs["empty"] / PROFILE_FOLDER).mkdir()
     add_profile(runs["broken"])
     (runs["broken"] / PROFILE_FOLDER / SUMMARY_JSON).write_text('{"steps": [4')
     add_profile(runs["ranks"], rank_time(0))
     add_profile(runs["steps"], steps=(400, 401))
+    add_profile(runs["settings"])
+    for path in (runs["settings"] / "steps").iterdir():
+        mark = {"event": "resume", "step": 10, "start_s": 1.0, "seconds": 0.0, "changed": "parallel.pp 1 -> 2"}
+        path.write_text(path.read_text() + json.dumps(mark) + "\n")
     expected = {
         "empty": "has no summary.json, so no profile is looked at",
         "broken": "no summary of this version",
         "ranks": "the profile of 1 rank(s) in steps 4 to 5 is not looked at",
         "steps": "in steps 400 to 401 is not looked at: the step log has not all of these steps",
+        "settings": "in steps 4 to 5 is not looked at: the step log has not all of these steps",
     }
     for name, words in expected.items():
         found = diagnose(runs[name])
@@ -265,7 +290,38 @@ def test_communication_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path
     assert said(found, "even rank 1, which has least, has exposed communication for 40%") and said(
         found, "30.0 ms more hide"
     )
+    assert said(found, "an upper bound") and said(found, "does not compare the ranks by collective")
     assert not noted(found, "cannot be told")
+    # The ranks are late at different collectives: of 40 and 50 ms a step, 30 are waited by both.
+    (folder / PROFILE_FOLDER / SUMMARY_JSON).unlink()
+    (folder / PROFILE_FOLDER).rmdir()
+    found = diagnose(add_profile(folder, *ranks, on_gpu=True, shared_exposed_s=0.06))
+    assert only(found).cause == "communication" and only(found).share == pytest.approx(0.3)
+    assert said(found, "even the rank that waits least in a collective has exposed communication for 30%")
+    assert said(found, "30.0 ms a step: no rank is late then") and not said(found, "upper bound")
+
+
+def test_log_and_profile_compare_the_same_part_of_the_waits(tmp_path: Path) -> None:
+    """Each rank waits 60 ms a step, but of the two exchanges only 20 and 10 are waited by both."""
+    folder = write_log(
+        tmp_path,
+        lambda rank, step: {"communication_s": 0.06, "waits_s": [0.05, 0.01] if rank == 0 else [0.02, 0.04]},
+    )
+    ranks = [rank_time(rank, 0.156, exposed_s=0.12) for rank in (0, 1)]
+    alike = diagnose(add_profile(folder, *ranks, shared_exposed_s=0.06))
+    (sent,) = [finding for finding in (*alike.findings, *alike.below) if finding.cause == "communication"]
+    assert sent.share == pytest.approx(0.03 / 0.156)
+    assert (
+        "shows exposed communication for 19% of the time, with the rank that waits least in each" in sent.evidence[-1]
+    )
+    assert "the step log agrees (19% in the steps looked at)" in sent.evidence[-1]
+    for path in (folder / PROFILE_FOLDER).iterdir():
+        path.unlink()
+    (folder / PROFILE_FOLDER).rmdir()
+    all_waits = diagnose(add_profile(folder, *ranks))
+    (sent,) = [finding for finding in (*all_waits.findings, *all_waits.below) if finding.cause == "communication"]
+    assert "38% of the time of rank 0, the least of all ranks, with its waits for late ranks" in sent.evidence[-1]
+    assert "the step log agrees (38% in the steps looked at)" in sent.evidence[-1]
 
 
 # --- The command, and what fixes leave open ---------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from made_up_logs import USUAL, only, write_log
 from vlmcourse.config import parse_config
 from vlmcourse.monitor.diagnosis import Diagnosis, Finding, diagnose, thresholds
 from vlmcourse.monitor.diagnosis.facts import read_run
-from vlmcourse.monitor.diagnosis.order import describe_hiding
 from vlmcourse.monitor.diagnosis.waiting import find_imbalance, find_slow_rank
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord, parse_record
 from vlmcourse.planner.flops import TOWERS, Work, count_step_flops
@@ -261,13 +260,3 @@ def test_a_gpu_that_is_always_held_back_is_at_fault_only_where_heat_is_why(
     assert (hot.cause == "throttling") == is_fault
     if is_fault:
         assert "in the fast ones (lower quartile)" in hot.findings[0].evidence[0]
-
-
-def test_causes_on_several_ranks_are_said_to_hide_each_other() -> None:
-    def found(cause: str, rank: int | None) -> Finding:
-        return Finding(cause=cause, share=0.4, rank=rank, evidence=(), fixes=())
-
-    storage, callback = found("data_loading", 0), found("callbacks", 1)
-    [said] = describe_hiding([storage, callback, found("communication", None)])
-    assert said.startswith("data_loading on rank 0 and callbacks on rank 1 may go on at the same time")
-    assert describe_hiding([storage, found("callbacks", 0)]) == describe_hiding([callback]) == []

@@ -554,10 +554,8 @@ def test_losses_by_kind_and_norms_by_tower_are_those_of_one_process(
     by_tower = [f"gradients/{tower}_norm" for tower in TOWER_NAMES.values()]
     by_tower += [f"updates/{tower}_ratio" for tower in TOWER_NAMES.values()]
     for mine, other, one in zip(*rows, expected, strict=True):
-        kinds = ("", "text_", "image_", "supervised_")
-        own_clock = {"time/seconds", *(f"performance/{kind}tokens_per_second" for kind in kinds)}
         shared = [
-            {key: value for key, value in row.items() if key not in own_clock and not key.startswith(OF_THE_RANK)}
+            {key: value for key, value in row.items() if key != "time/seconds" and not key.startswith(OF_THE_RANK)}
             for row in (mine, other)
         ]
         assert shared[0] == shared[1]
@@ -658,6 +656,22 @@ def test_utilisation_is_flops_of_real_tokens_over_time_and_peak(
         assert not any(name in row for name in ("performance/slowest_rank", *absent))
 
 
+def test_rates_of_a_row_are_over_one_clock_and_of_the_steps_of_the_run(tmp_path: Path) -> None:
+    trainer = build(config_of(tmp_path, "run", num_steps=2), ALONE)
+    trainer.train_step()  # by hand, before the run: in no row
+    reports: list[StepReport] = []
+    trainer.after_step += [lambda _, report: reports.append(report), lambda *_: time.sleep(0.2)]
+    (row,) = trainer.fit().history
+    (report,) = reports
+    samples = sum(len(batch.sample_ids) for batch in trainer.load_step(1))
+    rate = row["performance/tokens_per_second"]
+    assert rate / row["performance/samples_per_second"] == pytest.approx(report.tokens.total / samples)
+    assert report.tokens.total / rate == pytest.approx(report.seconds, rel=0.05)
+    # The callback is in the wall clock's seconds only.
+    wall_s = report.tokens.total / row["performance/wall_tokens_per_second"]
+    assert 0.2 + report.seconds < wall_s < row["time/seconds"]
+
+
 def test_a_machine_of_unknown_peak_has_no_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: None)
     (row,) = build(config_of(tmp_path, "run", num_steps=1), ALONE).fit().history
@@ -749,7 +763,7 @@ def test_a_run_says_what_its_utilisation_is_of(tmp_path: Path) -> None:
     found = find_run_peak(ALONE, "fp32")
     assert found is not None and found.flop_per_s == about["hardware"]["peak_flop_per_s"] > 1e8
     assert about["hardware"]["peak_source"].startswith("measured: best of ") and row["performance/mfu"]
-    assert {"performance/mfu", "performance/hfu", "FLOPs"} == set(about["formulas"])
+    assert {"performance/mfu", "performance/hfu", "seconds", "FLOPs"} == set(about["formulas"])
 
 
 def test_the_slowest_rank_has_the_longest_work_of_its_own_not_the_longest_step() -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity import build_trainer, parity_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vlmcourse.config import TOWERS
 from vlmcourse.monitor import towers
@@ -80,3 +86,58 @@ def test_a_piece_counts_once_however_many_ranks_hold_it_and_a_tied_copy_not_at_a
         assert gradients == {"vision": 0, "projector": 0, "language": num_weights / held_by}
         assert updates["language"] == pytest.approx(num_weights * 0.25 / held_by)
         assert weights["language"] == pytest.approx(num_weights * 2.5**2 / held_by)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Be rank 0 of four that are not there: what is sent goes nowhere."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def stepped(optimizer: Any, *weights: torch.Tensor) -> Any:
+    """Return an optimizer after its first step, of gradients that are 1: each element moves by the rate."""
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+OPTIONS: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.0, "eps": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements", "num_elements"),
+    [
+        (("copies", "shards"), (Replicate(), Shard(0)), 4),  # HSDP: two copies of two shards
+        (("copies", "shards"), (Replicate(), Replicate()), 2),
+        (("copies", "shards"), (Shard(0), Shard(0)), 8),
+        (("shards",), (Shard(0),), 4),  # two ranks hold the shards, and the two others the same in a mesh of their own
+    ],
+)
+def test_a_piece_of_a_distributed_tensor_counts_once_however_many_copies_there_are(
+    four_ranks: None, axes: tuple[str, ...], placements: tuple[Any, ...], num_elements: int
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))[axes]
+    piece = DTensor.from_local(torch.full((2,), 3.0), mesh, placements, run_check=False)
+    weight = torch.nn.Parameter(piece)
+    assert weight.numel() == num_elements
+    optimizer = stepped(torch.optim.AdamW([{"params": [weight], "tower": "language"}], **OPTIONS), weight)
+    gradients = sum_gradient_squares(torch.nn.Identity(), optimizer, world_size=4)
+    updates, weights = sum_update_squares(torch.nn.Identity(), optimizer, world_size=4)
+    # Four ranks with pieces alike add up to the whole tensor.
+    assert 4 * gradients["language"] == pytest.approx(num_elements)
+    assert 4 * updates["language"] == pytest.approx(num_elements * 0.25)
+    assert 4 * weights["language"] == pytest.approx(num_elements * 2.5**2)
+
+
+def test_an_update_whose_state_is_on_one_rank_counts_there_in_full(four_ranks: None) -> None:
+    layers = [torch.nn.Parameter(torch.full((2,), 3.0)) for _ in range(4)]
+    groups = [{"params": layers, "tower": "language"}]
+    optimizer = stepped(ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **OPTIONS), *layers)
+    assert len(optimizer.optim.state) == 1  # of four layers, this rank's
+    updates, weights = sum_update_squares(torch.nn.Identity(), optimizer, world_size=4)
+    assert updates["language"] == pytest.approx(2 * 0.25) and weights["language"] == pytest.approx(2 * 2.5**2)
+    # The gradient is on all of them.
+    assert sum_gradient_squares(torch.nn.Identity(), optimizer, world_size=4)["language"] == 4 * 2 / 4

@@ -56,7 +56,7 @@ def test_two_unequal_stages_by_hand() -> None:
         (7.5, 9.5),
         (9.5, 13.5),
     ]
-    assert timeline.step_s == 16 and timeline.busy_s == (6, 12) and timeline.idle_s(0) == 10
+    assert timeline.step_s == 16 and timeline.busy_s == (6, 12) and timeline.idle_s(0) == 10 and timeline.idle_s(1) == 4
     assert timeline.finish_s == (16, 13.5)
     assert timeline.bubble_fraction() == timeline.bubble_fraction(0) == pytest.approx(10 / 16)
     assert timeline.bubble_fraction(1) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ SHAPE = MODELS["tiny"]
 def test_a_row_has_only_known_names_in_the_order_of_the_columns_and_only_values_that_are_there() -> None:
     step = StepReport(7, 2.5, math.inf, {"vision": 1e-3, "language": 2e-3}, TokenCount(), 0.5, skipped=True)
     measured = {"performance/mfu": 0.25, "performance/hfu": None, "memory/peak_rss_gib": math.nan, "loss/vision": 2.0}
-    row = build_row(step, TokenCount(text=10, visual=20, supervised=5), 3.0, measured=measured)
+    row = build_row(step, 3.0, measured=measured | {"performance/tokens_per_second": 30.0})
     assert row == {
         "step": 7,
         "time/seconds": 3.0,
@@ -40,13 +41,10 @@ def test_a_row_has_only_known_names_in_the_order_of_the_columns_and_only_values_
         "lr/vision": 1e-3,
         "lr/llm": 2e-3,
         "performance/tokens_per_second": 30,
-        "performance/text_tokens_per_second": 10,
-        "performance/image_tokens_per_second": 20,
-        "performance/supervised_tokens_per_second": 5,
         "performance/mfu": 0.25,
     }
     assert list(row) == [name for name in COLUMNS if name in row] and len(set(COLUMNS)) == len(COLUMNS)
-    assert build_row(step, TokenCount(), 3.0, exact_match=0.0)["eval/exact_match"] == 0
+    assert build_row(step, 3.0, exact_match=0.0)["eval/exact_match"] == 0
 
 
 def batch_of(lengths: tuple[int, ...], tiles: tuple[int, ...], *, padded_to: int, is_mute: bool = False) -> Batch:
@@ -113,15 +111,21 @@ def test_a_row_is_of_all_ranks_and_samples_that_they_share_count_once(
     monkeypatch.setattr(row_meter, "find_run_peak", lambda ranks, precision: Peak(2e9, "said"))
     slow = dataclasses.replace(TIMES, step_s=10.0, forward_s=2.4, communication_s=0.1)
     meters = [meter_of(CONFIG, layout, 0, TIMES, 10.0), meter_of(CONFIG, layout, 1, slow, 12.0)]
-    for meter in meters:
+    for meter, wall_s in zip(meters, (40.0, 39.0), strict=True):
+        meter._window.began_s = time.perf_counter() - wall_s
         meter._memory = lambda rank=meter.ranks.rank: {  # type: ignore[method-assign]
             "peak_allocated": math.nan, "peak_reserved": math.nan, "peak_rss": 2.0**30 * (1 + rank)
         }  # fmt: skip
     sent = [list(meter._own_numbers().values()) for meter in meters]
     monkeypatch.setattr(row_meter, "gather_numbers", lambda mine, ranks: sent)
-    row: dict[str, Any] = meters[0].measure()
+    row: dict[str, Any] = meters[0].measure(TokenCount(text=12, visual=36, supervised=6))
     num_own = 2 if layout.dp_degree == 2 else 1  # ranks with samples of their own
-    seconds = 2 * 11.0  # of both steps, the mean of the ranks
+    seconds = 2 * 12.0  # of both steps, on the rank that took longest: all rates are over these
+    rates = {"tokens": 48, "text_tokens": 12, "image_tokens": 36, "supervised_tokens": 6}
+    for kind, count in rates.items():
+        assert row[f"performance/{kind}_per_second"] == pytest.approx(count / seconds)
+    # By the wall clock, from row to row: what comes between steps counts too.
+    assert row["performance/wall_tokens_per_second"] == pytest.approx(48 / 40.0, rel=0.01)
     assert row["performance/samples_per_second"] == pytest.approx(num_own * 2 * 3 / seconds)
     assert row["performance/padding_tokens_per_second"] == pytest.approx(num_own * 2 * 10 / seconds)
     real, executed = (Work(*(2 * num_own * value for value in vars(work).values())) for work in count_work(BATCHES))

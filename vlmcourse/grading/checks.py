@@ -140,7 +140,9 @@ class Outcome:
     raised: type[BaseException] | None = None
     """The class of the exception that ended the call."""
     unsolved: bool = False
-    """The function is still the blank one of the release."""
+    """The function, or one that it calls, is still the blank one of the release."""
+    blank: str = ""
+    """The name of the one that is."""
     timed_out: bool = False
     printed: str = ""
     """The beginning of what it printed."""
@@ -175,7 +177,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], limit_s: float, adv
     except NotImplementedError as error:
         blank = not str(error)  # what the release's stub raises; a message would be the learner's own
         text = "not solved yet" if blank else f"NotImplementedError: {error}{describe_place(places_of(error))}"
-        return Outcome(error=text, raised=type(error), unsolved=blank)
+        return Outcome(error=text, raised=type(error), unsolved=blank, blank=_raising_function(error) if blank else "")
     except (Exception, SystemExit) as error:  # the boundary to code that is not ours: any error is a wrong answer
         first_line = (str(error).strip() or "no message").splitlines()
         text = f"{type(error).__name__}: {' '.join(line.strip() for line in first_line[:4])}"
@@ -210,7 +212,8 @@ def ask_each(
         cases: what `ask` and `judge` understand.
         ask: calls the function, as `call` does.
         judge: returns the answer as the caller keeps it (None leaves it out), its worth from 0 to 1, and a line about
-            the case and what is wrong with the answer, which counts where the worth is below 1.
+            the case and what is wrong with the answer, which counts where the worth is below 1; an empty one is not
+            shown.
 
     Returns:
         None, with a line printed, where the function is not solved yet.
@@ -233,7 +236,7 @@ def ask_each(
         if asked.stopped:
             break
     asked.num_wrong = len(lines)
-    show_first(lines)
+    show_first([line for line in lines if line])
     show_printed(printed)
     return asked
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from vlmcourse.grading.blanks import Blank, BlankUsedError, call_past_blanks, describe_need
 from vlmcourse.grading.checks import Outcome, as_number, ask_each, award, explain_signature, show_first
-from vlmcourse.grading.plain import call_plainly
-from vlmcourse.grading.trace_answers import RIGHT_FIXES, Answer, read_answer
+from vlmcourse.grading.trace_answers import FIELDS, RIGHT_FIXES, Answer, read_answer
 from vlmcourse.grading.trace_cases import PeriodCase, Trace, TraceCase, make_case, make_cases, make_period_cases
 from vlmcourse.grading.trace_cases import make_first as first_trace
 from vlmcourse.grading.trace_faults import CAUSES
@@ -91,7 +92,7 @@ def _takes(function: Any, *names: str) -> bool:
 def _ask(function: Any, argument: Any) -> Outcome:
     if not callable(function):
         return Outcome(error=f"this is not a function but {type(function).__name__}")
-    return call_plainly(function, argument, module=ANSWERED_BY)
+    return call_past_blanks(function, argument, module=ANSWERED_BY)
 
 
 # --- The period -----------------------------------------------------------------------------------------------------
@@ -153,21 +154,30 @@ def _check(
     """Ask for a diagnosis of each trace, and grade a part of it."""
     if not _takes(function, "trace"):
         return 0.0
+    needs = Counter[tuple[str, str]]()
 
     def judge_outcome(case: TraceCase, outcome: Outcome) -> tuple[Answer | None, float, str]:
+        if outcome.raised is BlankUsedError or isinstance(outcome.value, Blank):
+            helper = outcome.blank or outcome.value.helper
+            needs.update((helper, name) for name in FIELDS)
+            return None, 0.0, ""
         if outcome.error:
             return None, 0.0, f"{case}: {outcome.error}"
         answer, wrong = read_answer(outcome.value)
         if answer is None:
             return None, 0.0, f"{case}: {wrong}"
+        needs.update({(helper, name if name in FIELDS else "evidence") for name, helper in answer.blanks.items()})
         if part in answer.problems:
-            return None, 0.0, f"{case}: {answer.problems[part]}"
+            return None, 0.0, "" if part in answer.blanks else f"{case}: {answer.problems[part]}"
         worth, line = judge(case, answer)
         return answer, worth, f"{case}: {line}"
 
-    asked = ask_each("diagnose", cases, lambda case: _ask(function, copy.deepcopy(case.trace)), judge_outcome)
+    asked = ask_each("diagnose", cases, lambda case: _ask(function, case.trace), judge_outcome)
     if asked is None:
         return 0.0
+    for helper in dict.fromkeys(helper for helper, _ in needs):
+        parts = ", ".join(f"{name} in {needs[helper, name]}" for name in FIELDS if needs[helper, name])
+        print(f"{helper} is not solved yet; it is needed for {parts} of {len(cases)} traces")
     show_first([f"It looks as if {sentence}." for sentence in explain(asked.answers)])
     return award(points, asked.earned, len(cases))
 
@@ -206,7 +216,11 @@ def check_evidence(function: Any, points: float, seed: int, num_cases: int = NUM
             "period": is_period(case.period, answer.period),
         }
         given = {"rank": answer.rank, "period": answer.period}
-        wrong = [f"{given[name]} is not the {name}" for name, is_right in right.items() if not is_right]
+        wrong = [
+            describe_need(answer.blanks[name]) if name in answer.blanks else f"{given[name]} is not the {name}"
+            for name, is_right in right.items()
+            if not is_right
+        ]
         return sum(EVIDENCE_WORTH[name] for name, is_right in right.items() if is_right), "; ".join(wrong)
 
     return _check(function, points, "evidence", _make_cases(seed, num_cases), judge, explain_evidence)

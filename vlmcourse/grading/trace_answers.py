@@ -1,15 +1,18 @@
 """What a learner's `diagnose` of exercise 4.5 may return, read as one form; the names that count, and their synonyms.
 
-Enters: any value: tuple, list, dict or object of cause, evidence and fix. Leaves: an `Answer`, or what to change.
+Enters: any value: tuple, list, dict or object of cause, evidence and fix, with a `Blank` where a helper of the
+learner's is not solved yet. Leaves: an `Answer`, or what to change.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from vlmcourse.grading.blanks import Blank, describe_need
 from vlmcourse.grading.checks import as_number
 from vlmcourse.grading.trace_faults import CAUSES, HEALTHY, SECONDS
 
@@ -98,6 +101,8 @@ FIELDS = ("cause", "evidence", "fix")
 EVIDENCE_FIELDS = ("quantity", "rank", "period")
 NO_RANK = -1
 """Stands for a rank that is no whole number."""
+NO_NUMBER = {"rank": float(NO_RANK), "period": math.nan}
+"""Stand for those that a helper has not found; they are never right."""
 ASKED = "return cause, evidence and fix: a tuple of three, a dict with these keys, or an object with these attributes"
 ASKED_EVIDENCE = "evidence is a dict with quantity, rank and period, a tuple of these in this order, or an object"
 
@@ -113,6 +118,8 @@ class Answer:
     fix: str
     problems: Mapping[str, str] = field(default_factory=dict)
     """By part (cause, evidence, fix): what to change where it cannot be read. The other parts count all the same."""
+    blanks: Mapping[str, str] = field(default_factory=dict)
+    """By part, or name of the evidence's own: the helper that it needs and that is not solved yet."""
 
 
 def read_answer(value: Any) -> tuple[Answer | None, str]:
@@ -125,6 +132,7 @@ def read_answer(value: Any) -> tuple[Answer | None, str]:
     if parts is None or len(parts) != len(FIELDS):
         return None, f"{ASKED}, not {value!r:.80}"
     cause, evidence, fix = (parts[name] for name in FIELDS)
+    blanks = {name: part.helper for name, part in parts.items() if isinstance(part, Blank)}
     problems: dict[str, str] = {}
     read_cause = read_name(cause)
     if (read_cause := SYNONYMS.get(read_cause, read_cause)) not in CAUSES:
@@ -132,9 +140,11 @@ def read_answer(value: Any) -> tuple[Answer | None, str]:
     read_fix = read_name(fix) or "nothing"
     if (read_fix := "nothing" if read_fix == "none" else read_fix) not in FIXES:
         problems["fix"] = f"no fix is named {fix!r:.40}: choose from {', '.join(FIXES)}"
+    blanks |= _find_blanks(evidence)
     found = _read_evidence(evidence)
     if found is None:
         problems["evidence"] = f"{ASKED_EVIDENCE}, not {evidence!r:.80}"
+    problems |= {name: describe_need(helper) for name, helper in blanks.items() if name in FIELDS}
     quantity, rank, period = found or (None, None, None)
     return Answer(
         cause=read_cause,
@@ -143,7 +153,15 @@ def read_answer(value: Any) -> tuple[Answer | None, str]:
         period=period,
         fix=read_fix,
         problems=problems,
+        blanks=blanks,
     ), ""
+
+
+def _find_blanks(evidence: Any) -> dict[str, str]:
+    """Return which of quantity, rank and period need a helper that is not solved yet; of all, where quantity does."""
+    parts = _read_parts(evidence, EVIDENCE_FIELDS) or {}
+    found = {name: part.helper for name, part in parts.items() if isinstance(part, Blank)}
+    return {"evidence": found["quantity"]} if "quantity" in found else found
 
 
 def read_name(value: Any) -> str:
@@ -162,7 +180,7 @@ def _read_evidence(value: Any) -> tuple[str | None, float | None, float | None] 
         return None
     numbers: list[float | None] = []
     for name in EVIDENCE_FIELDS[1:]:
-        number = as_number(parts.get(name))
+        number = NO_NUMBER[name] if isinstance(parts.get(name), Blank) else as_number(parts.get(name))
         if number is None and parts.get(name) is not None:
             return None
         numbers.append(number)

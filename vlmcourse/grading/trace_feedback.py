@@ -131,7 +131,9 @@ def _evidence_mistakes(case: TraceCase, answer: Answer) -> list[str]:
         )
     elif answer.quantity == "gpu_percent" and case.cause != "tiny_micro_batches":
         found.append("the quantity named is a symptom: gpu_percent falls with any wait; name the key of the wait")
-    if case.rank is not None and answer.rank is not None and answer.rank != case.rank and _waits(case, answer.rank):
+    if "rank" in answer.blanks:
+        pass
+    elif case.rank is not None and answer.rank is not None and answer.rank != case.rank and _waits(case, answer.rank):
         found.append(
             "a waiting rank was taken for the slow one: the rank with the most communication_s is not late, it waits"
         )
@@ -139,7 +141,9 @@ def _evidence_mistakes(case: TraceCase, answer: Answer) -> list[str]:
         found.append("a rank was named though all do alike: then rank is None")
     elif case.rank is not None and answer.rank is None:
         found.append("no rank was named though one alone causes it: compare the ranks in that quantity")
-    if case.period is None and answer.period is not None:
+    if "period" in answer.blanks:
+        pass
+    elif case.period is None and answer.period is not None:
         found.append("a period was named of what happens in every step: then period is None")
     elif case.period is not None and answer.period is None:
         found.append("no period was named of what comes every few steps: the mean hides it, look at each step")

@@ -53,7 +53,8 @@ class Throughput:
         self.num_warmup_steps = num_warmup_steps
         self._num_steps = 0
         self._sum = (TokenCount(), 0.0)
-        self._sum_at_warm = self._sum_at_last_call = self._sum
+        self._sum_at_warm = self._sum
+        self._tokens_at_last_call = TokenCount()
 
     def add(self, tokens: TokenCount, seconds: float) -> None:
         """Record one optimizer step.
@@ -67,21 +68,20 @@ class Throughput:
         if self._num_steps == self.num_warmup_steps:
             self._sum_at_warm = self._sum
 
+    def counted(self) -> tuple[TokenCount, float]:
+        """Return tokens and seconds since the warm-up, or of all steps where there were no more than that."""
+        (tokens, seconds), is_warm = self._sum, self._num_steps > self.num_warmup_steps
+        return (tokens - self._sum_at_warm[0], seconds - self._sum_at_warm[1]) if is_warm else (tokens, seconds)
+
     def mean(self) -> TokenCount:
-        """Return tokens per second since the warm-up, or of all steps where there were no more than that."""
-        if self._num_steps > self.num_warmup_steps:
-            return self._rate_since(self._sum_at_warm)
-        return self._rate_since((TokenCount(), 0.0))
+        """Return tokens per second of what is `counted`, by this rank's clock."""
+        tokens, seconds = self.counted()
+        return tokens.per_second(seconds)
 
-    def take_recent(self) -> TokenCount:
-        """Return tokens per second since this was last called."""
-        rate = self._rate_since(self._sum_at_last_call)
-        self._sum_at_last_call = self._sum
-        return rate
-
-    def _rate_since(self, earlier: tuple[TokenCount, float]) -> TokenCount:
-        tokens, seconds = self._sum
-        return (tokens - earlier[0]).per_second(seconds - earlier[1])
+    def take_tokens(self) -> TokenCount:
+        """Return the tokens since this was last called."""
+        tokens, self._tokens_at_last_call = self._sum[0] - self._tokens_at_last_call, self._sum[0]
+        return tokens
 
 
 def measure_peak_bytes(device: torch.device) -> tuple[int, str]:

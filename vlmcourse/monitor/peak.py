@@ -42,6 +42,8 @@ FORMULAS = {
     "performance/mfu": "FLOPs of forward and backward of the real tokens / (seconds x peak FLOP/s of all ranks)",
     "performance/hfu": "FLOPs executed, with recomputation, padding and blank tiles / (seconds x peak FLOP/s of all "
     "ranks)",
+    "seconds": "in steps since the last row, of the rank with the most, as for all rates of a row; callbacks, saves, "
+    "evaluations and log rows between steps are left out, and in performance/wall_tokens_per_second only",
     "FLOPs": "2 for a multiplication and an addition of matrix products, attention's counted in full "
     "(vlmcourse.planner.flops; Chowdhery et al. 2022, arXiv:2204.02311, appendix B)",
 }

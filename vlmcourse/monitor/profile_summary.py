@@ -105,6 +105,9 @@ class TraceSummary:
     """How far the clocks of two ranks may still be apart."""
     on_gpu: bool = False
     """Whether operators are a GPU's kernels."""
+    shared_exposed_s: float | None = None
+    """Exposed communication of the rank that has least, collective by collective, over all recorded steps; None where
+    ranks have different numbers of collectives, and in summaries of older versions."""
 
     @property
     def slowest(self) -> RankTime:
@@ -115,6 +118,11 @@ class TraceSummary:
     def spread(self) -> float:
         """Own time of the slowest rank over the median of the others'; 1 where all are alike, or there is one."""
         return find_slowest({of_rank.rank: of_rank.own_s for of_rank in self.ranks})[1] or 1.0
+
+    @property
+    def shared_exposed_share(self) -> float:
+        """Part of the ranks' time that `shared_exposed_s` is; 0 where that is not known."""
+        return (self.shared_exposed_s or 0.0) * len(self.ranks) / sum(of_rank.seconds for of_rank in self.ranks)
 
     def __str__(self) -> str:
         """Return a table of the ranks, the operators, the longest gap and the clocks."""

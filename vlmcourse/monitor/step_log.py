@@ -3,7 +3,8 @@
 Enters: a `StepRecord` an optimizer step, and an `EventRecord` for work between steps. Leaves: `steps/rank0000.jsonl` in
 the run's folder, complete up to its last line at any moment, so that a live run can be watched and a killed one read;
 and, read again, all of it by rank. Values that a machine cannot measure are absent, never 0. A file that goes on after
-a checkpoint has a mark, event `RESUME`: the time before it is not the run's. Chapter 6.
+a checkpoint has a mark, event `RESUME`: the time before it is not the run's, and with other settings the steps before
+it are others. Chapter 6.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class EventRecord:
     seconds: float
     communication_s: float | None = None
     """Of these, those in which the rank only waited for others, late ones too; absent where that cannot be told."""
+    changed: str | None = None
+    """Of a `RESUME`: settings that make other steps than those before it, in words; "" where none has changed."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,16 @@ class RankLog:
 class StepLogWriter:
     """Writes one rank's file."""
 
-    def __init__(self, run_folder: str | Path, rank: int, *, keep_until_step: int | None = None) -> None:
+    def __init__(
+        self, run_folder: str | Path, rank: int, *, keep_until_step: int | None = None, changed: str = ""
+    ) -> None:
         """Open the file: new, or going on after step `keep_until_step` of what is there, which is marked.
+
+        Args:
+            run_folder: of the run.
+            rank: of this process.
+            keep_until_step: the last step that is kept, of a run that goes on.
+            changed: for the mark; see `EventRecord`.
 
         Raises:
             OSError: if the file cannot be written to.
@@ -120,7 +131,8 @@ class StepLogWriter:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._has_failed = False
         if keep_until_step:
-            self.write(EventRecord(event=RESUME, step=keep_until_step, start_s=time.time(), seconds=0.0))
+            now_s = time.time()
+            self.write(EventRecord(event=RESUME, step=keep_until_step, start_s=now_s, seconds=0.0, changed=changed))
 
     def write(self, record: StepRecord | EventRecord) -> None:
         """Write one line; values that are None or no number are left out.

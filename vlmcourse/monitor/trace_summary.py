@@ -7,7 +7,9 @@ where data are loaded, as a data stall; else as idle, which on a CPU is Python b
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from vlmcourse.monitor.profile_summary import (
 from vlmcourse.monitor.trace_activity import RankActivity, interval_of, read_activities
 from vlmcourse.monitor.trace_files import ROUNDING_US, Event
 from vlmcourse.monitor.trace_merge import ABOUT, merge_folder, read_merged
-from vlmcourse.parallel.overlap import Interval, intersect, merge, subtract, total_s
+from vlmcourse.parallel.overlap import GLOO, NCCL_KERNELS, Interval, intersect, merge, subtract, total_s
 
 COMPUTE, EXPOSED, STALL, IDLE = "compute", "exposed communication", "data stall", "idle"
 """What a moment of a rank is; the first that holds."""
@@ -68,6 +70,7 @@ def summarise(trace: Mapping[str, Any], num_operators: int = 10) -> TraceSummary
         operators=tuple(rank_operators(activities)[:num_operators]),
         longest_gap=_describe_gap(*longest) if longest is not None else None,
         on_gpu=any(_is_on_gpu(activity) for activity in activities),
+        shared_exposed_s=_share_exposed(activities),
         clock_uncertainty_s=sum(sorted(clock["uncertainty_s"] for clock in trace[ABOUT]["clocks"])[-2:]),
     )
 
@@ -93,6 +96,48 @@ def _split_time(activity: RankActivity) -> RankTime:
         num_short=sum(span["dur"] / 1e6 < SHORT_S for span in leaves),
         copies=tuple(_sum_copies(activity)),
     )
+
+
+def _share_exposed(activities: Sequence[RankActivity]) -> float | None:
+    """Return the exposed communication of the rank that has least, for the n-th call of each collective on all ranks.
+
+    What is exposed in no collective, such as the call of one, counts as that of the rank that has least of it.
+
+    Returns:
+        Seconds; None where ranks called a collective not equally often.
+    """
+    of_ranks = [_exposed_by_call(activity) for activity in activities]
+    if len({tuple((name, len(calls)) for name, calls in sorted(of_rank.items())) for of_rank in of_ranks}) > 1:
+        return None
+    by_call = [calls for name in of_ranks[0] for calls in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)]
+    between = [
+        total_s(intersect(activity.exposed, activity.windows)) - sum(map(sum, of_rank.values()))
+        for activity, of_rank in zip(activities, of_ranks, strict=True)
+    ]
+    return sum(map(min, by_call)) + max(0.0, min(between))
+
+
+def _exposed_by_call(activity: RankActivity) -> dict[str, list[float]]:
+    """Return the exposed seconds of each collective that began in the steps, by name and in order.
+
+    Where several are on their way, a moment counts for the one that began first.
+    """
+    exposed = intersect(activity.exposed, activity.windows)
+    begins, sums = [begin for begin, _ in exposed], [0.0, *accumulate(end - begin for begin, end in exposed)]
+
+    def exposed_until(moment_s: float) -> float:
+        at = bisect_right(begins, moment_s)
+        return sums[at] - max(0.0, exposed[at - 1][1] - moment_s) if at else 0.0
+
+    found: dict[str, list[float]] = {}
+    counted_s = 0.0
+    for span in activity.sent:
+        begin_s, end_s = interval_of(span)
+        if span["name"].startswith((GLOO, *NCCL_KERNELS)) and any(a <= begin_s < b for a, b in activity.windows):
+            seconds = exposed_until(max(end_s, counted_s)) - exposed_until(max(begin_s, counted_s))
+            counted_s = max(end_s, counted_s)
+            found.setdefault(span["name"], []).append(seconds)
+    return found
 
 
 def _is_on_gpu(activity: RankActivity) -> bool:

@@ -1,8 +1,8 @@
 """Arithmetic before anything runs: how many bytes a plan needs on each rank, and what is wrong with it.
 
 Enters: shapes of a model and of a cluster (`presets.py`) and a `Plan`. Leaves: counts of parameters, bytes by owner,
-traffic, a verdict, and how much of the state has to leave the device. Imports no torch, so it answers in a blink on any
-machine. Chapters 1 and 5.
+traffic, a verdict, how much of the state has to leave the device, and what a step takes. Imports no torch, so it
+answers in a blink on any machine. Chapters 1, 5 and 7.
 """
 
 from vlmcourse.planner.activations import Workload
@@ -27,6 +27,9 @@ from vlmcourse.planner.recipes import (
     precision_problem,
 )
 from vlmcourse.planner.shapes import TowerParams, count_params
+from vlmcourse.planner.step_result import StepTime
+from vlmcourse.planner.step_settings import StepSettings
+from vlmcourse.planner.step_time import estimate_step_time
 from vlmcourse.planner.validate import Problem, Verdict, check_plan
 
 __all__ = [
@@ -44,6 +47,8 @@ __all__ = [
     "Problem",
     "RankMemory",
     "StateBytes",
+    "StepSettings",
+    "StepTime",
     "TowerParams",
     "Traffic",
     "Verdict",
@@ -53,6 +58,7 @@ __all__ = [
     "decide_offload",
     "estimate_rank_memory",
     "estimate_state_bytes",
+    "estimate_step_time",
     "estimate_step_traffic",
     "choose_precision",
     "get_device",

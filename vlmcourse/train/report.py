@@ -66,7 +66,8 @@ class TrainResult:
     exact_match: float
     """Part of the held-out questions answered right, 0 to 1."""
     tokens_per_s: float
-    """Text and visual tokens of all ranks, without warm-up steps, evaluation and checkpoints."""
+    """Text and visual tokens of all ranks over the seconds in steps of the rank with the most: without warm-up steps
+    and what comes between steps, as evaluation, checkpoints and callbacks."""
     peak_bytes: int
     """Most memory on any rank; what was measured is in `peak_is`."""
     strategy: str
@@ -135,16 +136,18 @@ class RunTotals:
             exact: of the last evaluation.
             global_batch_size: samples of one optimizer step.
             history: the logged rows.
-        Communicates: an all-reduce of 8 bytes.
+        Communicates: an all-reduce of 16 bytes.
         """
         seconds = self.seconds
-        peak_bytes, peak_is = measure_peak_bytes(ranks.device)
+        tokens, own_s = self.throughput.counted()
+        own_bytes, peak_is = measure_peak_bytes(ranks.device)
+        peak_bytes, slowest_s = max_over_ranks([own_bytes, own_s], ranks)
         return TrainResult(
             loss_first=self.losses[0],
             loss_last=self.losses[-1],
             exact_match=exact.fraction,
-            tokens_per_s=self.throughput.mean().total,
-            peak_bytes=round(max_over_ranks([peak_bytes], ranks)[0]),
+            tokens_per_s=tokens.per_second(slowest_s).total,
+            peak_bytes=round(peak_bytes),
             peak_is=peak_is,
             strategy=strategy,
             layout=str(layout),

@@ -2,7 +2,9 @@
 
 Enters: this rank's steps since the last row, one by one, and the model around the update of the step that the row is
 about. Leaves: values by their names in `rows.COLUMNS`, the same on every rank, after one small exchange a row. Times
-are means over the steps since the last row and over the ranks; memory is the largest of any rank.
+are means over the steps since the last row and over the ranks; memory is the largest of any rank. Rates, MFU and HFU
+are over the seconds in steps of the rank with the most of them: while one is late the others wait in their step, or
+are late themselves in another one. `rows` says what is left out of these seconds.
 
 The slowest rank is the one with the longest work of its own. All ranks' steps take equally long, since each waits for
 the others; what a rank waits tells who is *not* the slowest, so it is left out. Under tp, cp and pp the ranks' work
@@ -12,6 +14,7 @@ differs by design as well. Chapter 6.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +27,7 @@ from vlmcourse.config import TOWERS, TrainConfig
 from vlmcourse.data.samples import Batch
 from vlmcourse.layout import Layout
 from vlmcourse.monitor.ledger import measure_ledger
-from vlmcourse.monitor.metrics import measure_peak_bytes
+from vlmcourse.monitor.metrics import TokenCount, measure_peak_bytes
 from vlmcourse.monitor.peak import Peak, find_run_peak
 from vlmcourse.monitor.rank_spread import find_slowest
 from vlmcourse.monitor.step_clock import StepTimes
@@ -35,7 +38,7 @@ from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.presets import VLMShape
 from vlmcourse.train.kind_losses import KindLosses
 from vlmcourse.train.loss import LossRows
-from vlmcourse.train.rows import OWNERS, PARTS, TOWER_NAMES
+from vlmcourse.train.rows import OWNERS, PARTS, TOWER_NAMES, name_token_rates
 
 GIB = 2**30
 ABSENT = math.nan
@@ -47,7 +50,9 @@ Numbers = dict[str, float]
 class Window:
     """What one rank did since the last row."""
 
+    began_s: float = field(default_factory=time.perf_counter, compare=False)
     seconds: float = 0.0
+    """In steps."""
     num_timed: int = 0
     parts_s: Numbers = field(default_factory=lambda: dict.fromkeys(("step", *PARTS), 0.0))
     samples: int = 0
@@ -79,6 +84,10 @@ class RowMeter:
         self._kinds: Numbers = {}
         self._answer_kinds = KindLosses()
         self._owners: Numbers = {}
+
+    def restart(self) -> None:
+        """Forget the steps so far: a run begins, or goes on, now."""
+        self._window = Window()
 
     def begin(self, *, is_due: bool) -> None:
         """Begin a step; `is_due` if a row will be about it, so that its losses are kept by token."""
@@ -134,8 +143,11 @@ class RowMeter:
             self.peak, self._knows_peak = find_run_peak(self.ranks, self.config.train.precision), True
         return self.peak
 
-    def measure(self) -> dict[str, float | None]:
+    def measure(self, tokens: TokenCount) -> dict[str, float | None]:
         """Return the values of a row and begin a new window; all ranks must call this.
+
+        Args:
+            tokens: of all ranks in the steps since the last row.
 
         Returns:
             By name; None for what is not there.
@@ -146,8 +158,10 @@ class RowMeter:
         self._window = Window()
         everyone = [dict(zip(mine, row, strict=True)) for row in gather_numbers(list(mine.values()), self.ranks)]
         total = {name: math.fsum(of_rank[name] for of_rank in everyone) for name in mine}
+        seconds = max(of_rank["seconds"] for of_rank in everyone)
         return {
-            **self._throughput(total, len(everyone), peak.flop_per_s if peak is not None else ABSENT),
+            **name_token_rates(tokens, seconds, max(of_rank["wall"] for of_rank in everyone)),
+            **self._throughput(total, seconds, peak.flop_per_s if peak is not None else ABSENT),
             **_parts(total),
             **_spread(everyone),
             **_losses(total),
@@ -160,7 +174,7 @@ class RowMeter:
         """Return what this rank tells the others, by names that are the same on all of them."""
         window = self._window
         numbers = {"seconds": window.seconds, "timed": float(window.num_timed), "samples": float(window.samples)}
-        numbers |= {"padding": float(window.padding)}
+        numbers |= {"padding": float(window.padding), "wall": time.perf_counter() - window.began_s}
         numbers |= {f"{name}_s": value for name, value in window.parts_s.items()}
         for name, work in (("real", window.real), ("executed", window.executed)):
             numbers |= {f"{name} {what}": float(value) for what, value in vars(work).items()}
@@ -182,9 +196,9 @@ class RowMeter:
     def _memory_names(self) -> tuple[str, ...]:
         return "peak_allocated", "peak_reserved", "peak_rss", *(OWNERS if self.config.logging.memory_owners else ())
 
-    def _throughput(self, total: Numbers, world_size: int, peak_flop_per_s: float) -> dict[str, float | None]:
-        """Return what is a rate over all ranks; samples that ranks share count once."""
-        num_sharing, seconds = self.layout.world_size // self.layout.dp_degree, total["seconds"] / world_size
+    def _throughput(self, total: Numbers, seconds: float, peak_flop_per_s: float) -> dict[str, float | None]:
+        """Return what is a rate over all ranks but for tokens; samples that ranks share count once."""
+        num_sharing = self.layout.world_size // self.layout.dp_degree
         if seconds <= 0:
             return {}
         work = {

@@ -54,6 +54,8 @@ class RunMonitor:
         """Of the last step whose times are known; on a GPU that is the one before, or earlier."""
         self._writer: StepLogWriter | None = None
         self._is_open = False
+        self.changed = ""
+        """Settings that make other steps than those before a resume: `step_settings.name_changes`."""
         self._process = psutil.Process()
         self._untimed: deque[dict[str, Any]] = deque()
         self._began = (0.0, 0.0, 0.0)
@@ -62,8 +64,11 @@ class RunMonitor:
     def open(self, run_folder: Path, start_step: int) -> None:
         """Begin the step log of a run, or go on with it after step `start_step`; a rank that cannot says so once."""
         self._is_open = True
+        self.meter.restart()
         try:
-            self._writer = StepLogWriter(run_folder, self.ranks.rank, keep_until_step=start_step or None)
+            kept, changed = start_step or None, self.changed
+            self._writer = StepLogWriter(run_folder, self.ranks.rank, keep_until_step=kept, changed=changed)
+            self.changed = ""
         except OSError as error:
             logger.warning("rank %d: no step log in %s: %s", self.ranks.rank, run_folder, error.strerror)
 

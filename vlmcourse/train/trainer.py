@@ -62,6 +62,7 @@ from vlmcourse.train.report import RunReport, RunTotals, StepReport, TrainResult
 from vlmcourse.train.rows import build_row
 from vlmcourse.train.run_monitor import RunMonitor
 from vlmcourse.train.seed import seed_step
+from vlmcourse.train.step_settings import name_changes
 
 logger = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 64
@@ -242,7 +243,7 @@ class Trainer:
             lr_scale = learning_rate_scale(
                 self.step, config.num_steps, self.config.optimizer.warmup_steps, self.config.optimizer.min_lr_fraction
             )
-            learning_rates = set_learning_rates(self.optimizer, lr_scale)
+            rates = set_learning_rates(self.optimizer, lr_scale)
         for hook in self.before_update:
             hook(self)
         with clock.phase("optimizer"):
@@ -253,14 +254,7 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started_s
         report = StepReport(
-            self.step,
-            done.loss,
-            grad_norm,
-            learning_rates,
-            done.tokens,
-            seconds,
-            loss_scale=scale,
-            skipped=not is_finite,
+            self.step, done.loss, grad_norm, rates, done.tokens, seconds, loss_scale=scale, skipped=not is_finite
         )
         return report, batches
 
@@ -317,8 +311,8 @@ class Trainer:
                         exact = self.evaluate()
                 if evaluated or self._is_due(config.log_every):
                     with self.monitor.event("log", self.step):
-                        rate, matched = totals.throughput.take_recent(), exact.fraction if evaluated else None
-                        report.log(build_row(step, rate, totals.seconds, matched, self.monitor.meter.measure()))
+                        measured = self.monitor.meter.measure(totals.throughput.take_tokens())
+                        report.log(build_row(step, totals.seconds, exact.fraction if evaluated else None, measured))
             result = totals.summarise(
                 self.config,
                 self.ranks,
@@ -387,6 +381,7 @@ class Trainer:
         checkpoint = find_checkpoint(Path(path) if path is not None else run_folder(self.config))
         meta = read_meta(checkpoint)
         check_resumable(checkpoint, meta, self.config, self.global_batch_size)
+        self.monitor.changed = name_changes(meta["config"], self.config)
         if self.scheduler is not None:
             self.scheduler.start_from(meta.get("layers_per_stage", ()))
         load_checkpoint(checkpoint, self.model, self.optimizer, self.ranks)

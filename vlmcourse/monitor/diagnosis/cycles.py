@@ -1,7 +1,7 @@
 """Which steps a diagnosis looks at, and how long each is: from its beginning to that of the next one.
 
-Enters: steps and events of the step logs. Leaves: the latest steps of the same ranks and their cycles, without warm-up,
-pauses, resumes, and the steps in which a profiler was on. Chapter 6.
+Enters: steps and events of the step logs. Leaves: the latest steps of the same ranks under the same settings, and their
+cycles, without warm-up, pauses, resumes, and the steps in which a profiler was on. Chapter 6.
 """
 
 from __future__ import annotations
@@ -9,17 +9,35 @@ from __future__ import annotations
 from statistics import median
 
 from vlmcourse.monitor.diagnosis.thresholds import MIN_STEPS, PAUSE_FACTOR, WARMUP_STEPS
-from vlmcourse.monitor.step_log import EventRecord, StepRecord, steps_after_resume
+from vlmcourse.monitor.step_log import RESUME, EventRecord, StepRecord, steps_after_resume
 
 
-def latest_steps(steps: dict[int, dict[int, StepRecord]]) -> dict[int, dict[int, StepRecord]]:
-    """Return the last steps that were made by the same ranks, without warm-up."""
+def latest_steps(
+    steps: dict[int, dict[int, StepRecord]], events: dict[int, list[EventRecord]], notes: list[str]
+) -> dict[int, dict[int, StepRecord]]:
+    """Return the last steps that the same ranks made under the same settings, warm-up included.
+
+    Args:
+        steps: that all ranks have written.
+        events: by rank.
+        notes: gets a sentence where earlier steps are left out.
+    """
+    if not steps:
+        return {}
+    newest_rank = min(steps[max(steps)])  # marks of a rank that a later run has lost are an older run's
+    marks = {event.step: event.changed or "" for event in events[newest_rank] if event.event == RESUME}
     kept: dict[int, dict[int, StepRecord]] = {}
+    reason, last = "", 0
     for step, ranks in steps.items():
-        if kept and ranks.keys() != next(reversed(kept.values())).keys():
-            kept = {}
-        kept[step] = ranks
-    return dict(list(kept.items())[WARMUP_STEPS:])
+        before = kept.get(last, ranks)
+        changes = [] if ranks.keys() == before.keys() else [f"{len(before)} -> {len(ranks)} rank(s)"]
+        changes += [marks[number] for number in range(last, step) if marks.get(number)]
+        if kept and changes:
+            how = f"then the run was resumed with other settings ({', '.join(changes)})"
+            kept, reason = {}, f"steps up to {last} are left out: {how}"
+        kept[step], last = ranks, step
+    notes += [reason] if reason else []
+    return kept
 
 
 def find_cycles(

@@ -40,6 +40,8 @@ class RunFacts:
     rows: list[dict[str, Any]]
     steps: dict[int, dict[int, StepRecord]]
     """By step, then by rank."""
+    following: dict[int, dict[int, StepRecord]]
+    """By one of these steps: the step after it, which may be none of them."""
     cycles_s: dict[int, dict[int, float]]
     """Of the same steps: seconds up to the rank's next step."""
     events: dict[int, list[EventRecord]]
@@ -90,7 +92,11 @@ class RunFacts:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Text and image tokens over all the time, samples that ranks share counted once."""
+        """Text and image tokens over all the time, samples that ranks share counted once.
+
+        A row's `performance/wall_tokens_per_second` is the same of the steps since the last row; it has warm-up, pauses
+        and profiled steps in it. `performance/tokens_per_second` leaves out what comes between steps.
+        """
         tokens = sum((r.text_tokens or 0) + (r.image_tokens or 0) for _, r in self.records())
         return tokens / self.num_sharing / self.wall_s
 
@@ -112,16 +118,18 @@ class RunFacts:
 
     def event_seconds(self, kind: str) -> dict[int, float]:
         """Return seconds of one kind of event, by rank, without what it waited in them for ranks that were late."""
-        return {
-            rank: sum(e.seconds - self._waits_for_late_s(e) for e in self.events[rank] if e.event == kind)
-            for rank in self.ranks
-        }
+        return {rank: sum(self.event_s(rank, step, kind) for step in self.steps) for rank in self.ranks}
+
+    def event_s(self, rank: int, step: int, kind: str = "") -> float:
+        """Return the same of one rank after one step; of all kinds where none is named."""
+        events = [event for event in self.events_after(rank, step) if kind in ("", event.event)]
+        return sum(event.seconds - self.late_wait_s(event) for event in events)
 
     def event_waits(self) -> dict[int, float]:
         """Return the seconds that each rank waited in events for ranks that came late to them."""
-        return {rank: sum(self._waits_for_late_s(event) for event in self.events[rank]) for rank in self.ranks}
+        return {rank: sum(self.late_wait_s(event) for event in self.events[rank]) for rank in self.ranks}
 
-    def _waits_for_late_s(self, event: EventRecord) -> float:
+    def late_wait_s(self, event: EventRecord) -> float:
         """Return what a rank waited in an event beyond what the rank that waited least did."""
         return max(0.0, (event.communication_s or 0.0) - self._least_waits_s.get((event.event, event.step), 0.0))
 
@@ -140,6 +148,23 @@ class RunFacts:
         steps = self.sums(lambda record: record.step_s)
         events = {rank: sum(event.seconds for event in self.events[rank]) for rank in self.ranks}
         return {rank: max(0.0, cycles[rank] - steps[rank] - events[rank]) for rank in self.ranks}
+
+    def gap_s(self, rank: int, step: int) -> float:
+        """Return the time between a rank's step and its next one that no event explains."""
+        events_s = sum(event.seconds for event in self.events_after(rank, step))
+        return max(0.0, self.cycles_s[step][rank] - self.steps[step][rank].step_s - events_s)
+
+    def events_after(self, rank: int, step: int) -> list[EventRecord]:
+        """Return a rank's events between a step and the next."""
+        return self._events_by_step.get((rank, step), [])
+
+    @cached_property
+    def _events_by_step(self) -> dict[tuple[int, int], list[EventRecord]]:
+        found: dict[tuple[int, int], list[EventRecord]] = {}
+        for rank, events in self.events.items():
+            for event in events:
+                found.setdefault((rank, event.step), []).append(event)
+        return found
 
     def count_flops(self, record: StepRecord) -> StepFlops | None:
         """Count what a rank executed in a step, padding included; None where model or work is not known."""
@@ -176,19 +201,22 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
     logs = read_step_log(folder)
     written = common_steps(logs)
     gaps = describe_gaps(folder, logs)
-    steps = latest_steps(written)
-    cycles_s = find_cycles(steps, {rank: log.events for rank, log in logs.items()}, notes)
+    events = {rank: log.events for rank, log in logs.items()}
+    alike = latest_steps(written, events, notes)
+    steps = dict(list(alike.items())[WARMUP_STEPS:])
+    left_out = list(notes)
+    cycles_s = find_cycles(steps, events, notes)
     if len(cycles_s) < MIN_STEPS:
         raise ValueError(
             f"{folder}: {len(written)} steps that all ranks have written: a diagnosis needs {WARMUP_STEPS} of warm-up, "
             f"{MIN_STEPS} to look at and one that ends them; "
-            + ("; ".join(gaps) or "wait, or make a run with train.num_steps = 20")
+            + "; ".join((*left_out, *(gaps or ["wait, or make a run with train.num_steps = 20"])))
         )
     notes += gaps
     config, shape = _read_config(folder, notes)
-    profiled = read_profile(folder, written, logs, notes)
+    profiled = read_profile(folder, alike, logs, notes)
     cycles_s = without_profiler(
-        cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(written)), notes
+        cycles_s, find_disturbed(profiled, config.profile if config is not None else None, min(alike)), notes
     )
     cycles_s = dict(list(cycles_s.items())[-last_steps:]) if last_steps is not None else cycles_s
     if any(seconds <= 0 for of_rank in cycles_s.values() for seconds in of_rank.values()):
@@ -203,10 +231,11 @@ def read_run(folder: str | Path, last_steps: int | None = None) -> RunFacts:
         config=config,
         shape=shape,
         hardware=_read_hardware(folder, notes),
-        rows=_read_rows(folder / "log.jsonl", notes),
+        rows=[row for row in _read_rows(folder / "log.jsonl", notes) if row["step"] >= min(alike)],
         steps=kept,
+        following={step: steps[step + 1] for step in kept},
         cycles_s=cycles_s,
-        events={rank: [event for event in logs[rank].events if event.step in kept] for rank in ranks},
+        events={rank: [event for event in events[rank] if event.step in kept] for rank in ranks},
         notes=notes,
         profiled=profiled,
     )

@@ -1,7 +1,8 @@
 """What a diagnosis says: findings with evidence and fixes, in order, or that the run is healthy.
 
 Enters: numbers and sentences of the other modules here. Leaves: `Diagnosis`; `vlmcourse diagnose` prints it. What a
-fix gains is an estimate: the run of now without the part that the fix removes. Chapter 6.
+fix gains is an estimate: the run of now without the part that the fix removes, as far as the other ranks have that time
+to spare (`hiding`). Chapter 6.
 """
 
 from __future__ import annotations
@@ -134,6 +135,11 @@ def build_fix(what: str, tokens_per_s: float, removed_share: float) -> Fix:
     return Fix(what=what, tokens_per_s=tokens_per_s / kept, gain_fraction=1 / kept - 1, saved_share=removed)
 
 
+def uncertainty_of(fix: Fix, noise: float, model_error: float) -> float:
+    """Return how far off what a fix saves may be, as a share of the time; the arguments are those below."""
+    return noise * (1 - fix.saved_share) + model_error * fix.saved_share
+
+
 def with_uncertainty(finding: Finding, noise: float, model_error: float) -> Finding:
     """Return a finding whose fixes say how far off they may be.
 
@@ -143,8 +149,7 @@ def with_uncertainty(finding: Finding, noise: float, model_error: float) -> Find
         model_error: how far off what is removed may be, as a part of it; 0 where it was measured.
     """
     fixes = tuple(
-        dataclasses.replace(fix, uncertainty_share=noise * (1 - fix.saved_share) + model_error * fix.saved_share)
-        for fix in finding.fixes
+        dataclasses.replace(fix, uncertainty_share=uncertainty_of(fix, noise, model_error)) for fix in finding.fixes
     )
     return dataclasses.replace(finding, fixes=fixes)
 

@@ -9,13 +9,12 @@ those of the host and of computing explain time of a rank's own, and ranks that 
 3. What even the rank that waits least waits for is communication; in a pipeline, what its stages do not explain.
 4. Small operations and recomputation are parts of computing that all ranks have.
 
-Then each is held against its threshold, and the largest share comes first; a profile, where the run has one, is heard
-to each of them. Chapter 6.
+Then what each fix gains is held against what other ranks need meanwhile (`hiding`), each share against its threshold,
+and the largest comes first; a profile, where the run has one, is heard to each of them. Chapter 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -24,6 +23,7 @@ from vlmcourse.monitor.diagnosis.clocks import find_copies, find_throttling
 from vlmcourse.monitor.diagnosis.device import find_memory_thrash, find_recomputation, find_small_kernels
 from vlmcourse.monitor.diagnosis.facts import RunFacts, read_run
 from vlmcourse.monitor.diagnosis.findings import Diagnosis, Finding, with_uncertainty
+from vlmcourse.monitor.diagnosis.hiding import promise_what_is_left
 from vlmcourse.monitor.diagnosis.host import find_callbacks, find_data_loading, find_events
 from vlmcourse.monitor.diagnosis.operators import slowdown
 from vlmcourse.monitor.diagnosis.pipeline import find_bubble
@@ -60,6 +60,7 @@ def diagnose_facts(facts: RunFacts) -> Diagnosis:
     is_shared = slowdown(facts) > SHARED_CORE_SLOWDOWN
     noise = max(facts.noise, SHARED_CORE_NOISE) if is_shared else facts.noise
     candidates = [with_uncertainty(found, noise, MODEL_ERRORS.get(found.cause, 0.0)) for found in candidates]
+    candidates, hidden = promise_what_is_left(facts, candidates, noise)
     candidates = with_profile(facts, candidates)
     candidates.sort(key=lambda found: -found.share)
     findings = tuple(found for found in candidates if found.share >= min_share(found.cause))
@@ -73,28 +74,9 @@ def diagnose_facts(facts: RunFacts) -> Diagnosis:
         step_s=facts.wall_s / len(facts.steps),
         tokens_per_s=facts.tokens_per_s,
         world_size=len(facts.ranks),
-        notes=(*facts.notes, *describe_hiding(findings)),
+        notes=(*facts.notes, *hidden),
         profile=describe_profile(facts),
     )
-
-
-def describe_hiding(findings: Sequence[Finding]) -> list[str]:
-    """Say where causes on several ranks may hide each other: what one rank does while another is late costs nothing.
-
-    Args:
-        findings: those above their thresholds.
-
-    Returns:
-        A sentence, or none.
-    """
-    of_ranks = [found for found in findings if found.rank is not None]
-    if len({found.rank for found in of_ranks}) < 2:
-        return []
-    named = " and ".join(f"{found.cause} on rank {found.rank}" for found in of_ranks)
-    return [
-        f"{named} may go on at the same time: then one fix alone gains little, as the ranks still wait for the other; "
-        "only all together gain what is said"
-    ]
 
 
 def _look(facts: RunFacts) -> list[Finding | None]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from statistics import mean
 
 from vlmcourse.monitor.diagnosis import thresholds as limit
+from vlmcourse.monitor.diagnosis.exchanges import shared_waits
 from vlmcourse.monitor.diagnosis.facts import RunFacts
 from vlmcourse.monitor.diagnosis.findings import Finding
+from vlmcourse.monitor.diagnosis.pipeline import pipeline_degree
 from vlmcourse.monitor.profile_summary import RankTime, TraceSummary, describe_operators, name_steps
 from vlmcourse.monitor.step_log import StepRecord
 
@@ -80,41 +83,59 @@ def _comment(facts: RunFacts, profile: TraceSummary, finding: Finding) -> str:
 
 def _compare_stalls(facts: RunFacts, profile: TraceSummary, *, must_differ: bool = False) -> str:
     slowest = max(profile.ranks, key=lambda of_rank: of_rank.stall_s)
-    return _compare(facts, profile, STALLS, slowest, slowest.stall_s, lambda r: r.data_wait_s, must_differ=must_differ)
+    whose = f"of the time of rank {slowest.rank}, the most of all ranks"
+    pair = _of_rank(facts, slowest, slowest.stall_s, lambda record: record.data_wait_s)
+    return _compare(profile, STALLS, whose, slowest.stall_s, pair, must_differ=must_differ)
 
 
 def _compare_exposed(facts: RunFacts, profile: TraceSummary, *, must_differ: bool = False) -> str:
+    """Compare what even the rank that waits least waits, exchange by exchange in both; else all waits of one rank."""
     if not facts.tells_communication or len(profile.ranks) == 1:
         return ""
-    least = min(profile.ranks, key=lambda of_rank: of_rank.exposed_s)
-    return _compare(
-        facts, profile, EXPOSED, least, least.exposed_s, lambda r: r.communication_s, must_differ=must_differ
-    )
-
-
-def _compare(
-    facts: RunFacts,
-    profile: TraceSummary,
-    what: str,
-    of_rank: RankTime,
-    seconds: float,
-    value: Callable[[StepRecord], float | None],
-    *,
-    must_differ: bool,
-) -> str:
-    """Hold a part of the profile's time against the step log's, in the same steps and in those that are looked at."""
     assert facts.profiled is not None
-    rank, share = of_rank.rank, seconds / of_rank.seconds
-    which = "most of all ranks" if what == STALLS else "least of all ranks"
+    recorded = facts.profiled.steps.values()
+    same_s, knows_same = shared_waits(recorded)
+    usual_s, knows_usual = shared_waits(facts.steps.values())
+    if pipeline_degree(facts) == 1 and profile.shared_exposed_s is not None and knows_same and knows_usual:
+        step_s = sum(mean(record.step_s for record in ranks.values()) for ranks in recorded)
+        pair = Shares(profile.shared_exposed_share, same_s / step_s, usual_s / facts.wall_s)
+        whose = "of the time, with the rank that waits least in each collective"
+        return _compare(profile, EXPOSED, whose, profile.shared_exposed_s, pair, must_differ=must_differ)
+    least = min(profile.ranks, key=lambda of_rank: of_rank.exposed_s)
+    whose = f"of the time of rank {least.rank}, the least of all ranks, with its waits for late ranks"
+    pair = _of_rank(facts, least, least.exposed_s, lambda record: record.communication_s)
+    return _compare(profile, EXPOSED, whose, least.exposed_s, pair, must_differ=must_differ)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """One part of the time, measured in the same way."""
+
+    profile: float
+    same: float
+    """By the step log, in the recorded steps."""
+    usual: float
+    """By the step log, in the steps that are looked at."""
+
+
+def _of_rank(facts: RunFacts, of_rank: RankTime, seconds: float, value: Callable[[StepRecord], float | None]) -> Shares:
+    """Return the shares of one rank's time."""
+    assert facts.profiled is not None
+    rank = of_rank.rank
     records = [ranks[rank] for ranks in facts.profiled.steps.values() if rank in ranks]
     same = sum(value(r) or 0.0 for r in records) / sum(r.step_s for r in records)
     usual = sum(value(r) or 0.0 for _, r in facts.records(rank)) / facts.wall_s
-    per_step = f"{1e3 * seconds / len(profile.steps):.1f} ms a step"
+    return Shares(seconds / of_rank.seconds, same, usual)
+
+
+def _compare(profile: TraceSummary, what: str, whose: str, seconds: float, shares: Shares, *, must_differ: bool) -> str:
+    """Hold a part of the profile's time against the step log's, in the same steps and in those that are looked at."""
     said = (
-        f"The profile of {name_steps(profile)} shows {what} for {share:.0%} of the time of rank {rank}, the {which} "
-        f"({per_step})"
+        f"The profile of {name_steps(profile)} shows {what} for {shares.profile:.0%} {whose} "
+        f"({1e3 * seconds / len(profile.steps):.1f} ms a step)"
     )
-    differs_here, differs = (abs(share - other) > limit.PROFILE_TOLERANCE for other in (same, usual))
+    same, usual = shares.same, shares.usual
+    differs_here, differs = (abs(shares.profile - other) > limit.PROFILE_TOLERANCE for other in (same, usual))
     if not (differs or differs_here):
         return "" if must_differ else f"{said}; the step log agrees ({usual:.0%} in the steps looked at)."
     if differs_here:

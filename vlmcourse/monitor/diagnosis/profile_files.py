@@ -33,7 +33,7 @@ def read_profile(
 
     Args:
         folder: of the run.
-        steps: that all ranks have written.
+        steps: that all ranks have written under the present settings.
         logs: of all ranks.
         notes: gets a sentence where a profile cannot be used.
     """
@@ -59,7 +59,8 @@ def read_profile(
         notes.append(
             f"the profile of {len(ranks)} rank(s) in steps {summary.steps[0]} to {summary.steps[-1]} is not "
             "looked at: the "
-            "step log has not all of these steps with these ranks, so it is another run's"
+            "step log has not all of these steps with these ranks and the present settings, so it is another run's, or "
+            "of the time before a resume"
         )
         return None
     events: dict[str, set[int]] = {}

@@ -23,6 +23,10 @@ MIN_SHARES = {
 the sums of the loss, and where ranks share cores it holds waits for a core too. Slow rank: two processes on one machine
 differ by a tenth for minutes, depending on what else runs there."""
 
+HIDDEN_SHARE = MIN_SHARE / 2
+"""Of the time: causes hide each other if one gains so much more after the others are cured than it does alone. A cause
+that is just a finding counts then, where another hides half of it."""
+
 SAME_RANK_FRACTION = 0.75
 """Of the steps in which a rank has the most work, from which on it is said to be always the same."""
 

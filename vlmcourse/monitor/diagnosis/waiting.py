@@ -11,11 +11,11 @@ from __future__ import annotations
 from statistics import mean, median, quantiles
 
 from vlmcourse.monitor.diagnosis import thresholds as limit
+from vlmcourse.monitor.diagnosis.exchanges import shared_waits
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, build_fix
 from vlmcourse.monitor.diagnosis.pipeline import communication_beyond_bubble, pipeline_degree, stage_of_ranks
-from vlmcourse.monitor.profile_summary import name_steps
-from vlmcourse.planner.efficiency_loss import shared_wait_s
+from vlmcourse.monitor.profile_summary import TraceSummary, name_steps
 from vlmcourse.strategies import DEEPSPEED, SHARDED
 
 
@@ -25,8 +25,11 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     Its fast steps (lower quartile) are held against what is usual for the others (median), in seconds by FLOPs, and of
     both halves of the run the one counts in which the difference is smaller: what disturbs now one rank and now another
     does not count, and neither does more work. A slow rank is slow in its best steps too, and all the time. In a
-    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged.
+    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged. Nor can
+    any rank where waits count as computing: the one that seems to compute longest then waits longest.
     """
+    if not facts.tells_communication:
+        return None
     stages = stage_of_ranks(facts)
     groups = [ranks for stage in set(stages.values()) if len(ranks := [r for r in stages if stages[r] == stage]) > 1]
     if not groups:
@@ -216,19 +219,8 @@ def _fewer_exchanges(facts: RunFacts, share: float) -> Fix:
 def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
     """Return the share of waits of the rank that waits least, and what shows it: the log, or only a profile can."""
     if not facts.tells_communication and facts.profile is not None:
-        of_rank = min(facts.profile.ranks, key=lambda of_rank: of_rank.exposed_s / of_rank.seconds)
-        share = of_rank.exposed_s / of_rank.seconds
-        hidden_s = of_rank.communication_s - of_rank.exposed_s
-        return share, [
-            f"The step log cannot tell it here; by the profile of {name_steps(facts.profile)} even rank "
-            f"{of_rank.rank}, which has least, has exposed communication for {share:.0%} of the time, "
-            f"{1e3 * of_rank.exposed_s / len(facts.profile.steps):.1f} ms a step; "
-            f"{1e3 * hidden_s / len(facts.profile.steps):.1f} ms more hide behind computing. That is an upper bound of "
-            "what data take on their way: ranks that are late at different exchanges of a step count as well."
-        ]
-    single = {step: shared_wait_s([r.waits_s for r in ranks.values()]) for step, ranks in facts.steps.items()}
-    sums = {step: min(r.communication_s or 0.0 for r in ranks.values()) for step, ranks in facts.steps.items()}
-    shared_s = sum(sums[step] if found is None else found for step, found in single.items())
+        return _look_at_profile(facts.profile)
+    shared_s, knows_each = shared_waits(facts.steps.values())
     share = shared_s / facts.wall_s
     own_s = median(compute_s(record) for _, record in facts.records())
     each_s = 1e3 * shared_s / len(facts.steps)
@@ -236,11 +228,34 @@ def _look_at_waits(facts: RunFacts) -> tuple[float, list[str]]:
         f"In each step even the rank that waits least waits {each_s:.1f} ms on the mean, {share:.0%} of the time. That "
         "is an upper bound of what data take on their way: its waits are not known one by one, and ranks that are late "
         "at different exchanges of a step count as well."
-        if None in single.values()
+        if not knows_each
         else f"Even the rank that waits least in an exchange waits {each_s:.1f} ms a step on the mean, {share:.0%} of "
         "the time: no rank is late then, data are on their way."
     )
     return share, [
         waited,
         f"Computing takes {1e3 * own_s:.1f} ms in the median step.",
+    ]
+
+
+def _look_at_profile(profile: TraceSummary) -> tuple[float, list[str]]:
+    """Return the share of exposed communication of the rank that has least, by collective where these match."""
+    num_steps = len(profile.steps)
+    head = f"The step log cannot tell it here; by the profile of {name_steps(profile)} "
+    of_rank = min(profile.ranks, key=lambda of_rank: of_rank.exposed_s / of_rank.seconds)
+    hidden_ms = 1e3 * (of_rank.communication_s - of_rank.exposed_s) / num_steps
+    if profile.shared_exposed_s is not None:
+        share = profile.shared_exposed_share
+        return share, [
+            f"{head}even the rank that waits least in a collective has exposed communication for {share:.0%} of the "
+            f"time, {1e3 * profile.shared_exposed_s / num_steps:.1f} ms a step: no rank is late then, data are on "
+            f"their way; on rank {of_rank.rank} {hidden_ms:.1f} ms more hide behind computing."
+        ]
+    share = of_rank.exposed_s / of_rank.seconds
+    return share, [
+        f"{head}even rank {of_rank.rank}, which has least, has exposed communication for {share:.0%} of the time, "
+        f"{1e3 * of_rank.exposed_s / num_steps:.1f} ms a step; {hidden_ms:.1f} ms more hide behind computing. That is "
+        "an upper bound of what data take on their way: ranks that are late at different exchanges of a step count as "
+        "well. The profile does not compare the ranks by collective: they made different numbers of them, or an older "
+        "version wrote its summary."
     ]

@@ -24,7 +24,8 @@ from statistics import mean, median
 from typing import Any
 
 from vlmcourse.faults.catalog import FAULTS, Fault
-from vlmcourse.faults.cures import CURES, apply_cure, find_fix
+from vlmcourse.faults.cures import ALL_CURES, apply_cure, find_fix
+from vlmcourse.faults.lookalikes import LOOKALIKES
 from vlmcourse.faults.planted import run_fault, run_name
 from vlmcourse.machine import describe_machine
 from vlmcourse.monitor.diagnosis import Diagnosis, diagnose
@@ -38,15 +39,16 @@ TIMEOUT_S = 3000
 
 def measure_fault(name: str, folder: Path, ranks: Ranks) -> list[dict[str, Any]]:
     """Run a fault, each of its cures, and the fault again; return a row a cure: shares of the faulty runs' time."""
+    faulty = FAULTS.get(name) or LOOKALIKES[name]
 
     def run_faulty(number: int) -> Diagnosis:
-        return run_and_diagnose(FAULTS[name], f"{run_name(name)}-{number}", folder, ranks)
+        return run_and_diagnose(faulty, f"{run_name(name)}-{number}", folder, ranks)
 
     before = run_faulty(0)
     fixes, cured = {}, {}
-    for number, cure in enumerate(CURES[name]):
+    for number, cure in enumerate(ALL_CURES[name]):
         try:
-            fix = find_fix(cure, (*before.findings, *before.below), FAULTS[name].cause)
+            fix = find_fix(cure, (*before.findings, *before.below), faulty.cause)
         except ValueError as error:
             if ranks.is_main:
                 print(f"{name}: {error}", file=sys.stderr)
@@ -89,7 +91,7 @@ def run_here(names: list[str], times: int, out: Path) -> None:
 def print_table(rows: list[dict[str, Any]]) -> None:
     print("| planted | fix that was applied | turns | said to be saved | +- | saved | saved less said | within +- |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, cures in CURES.items():
+    for name, cures in ALL_CURES.items():
         for number in range(len(cures)):
             mine = [row for row in rows if (row["fault"], row["cure"]) == (name, number)]
             if mine:
@@ -112,7 +114,7 @@ def describe(values: list[float], sign: str = "") -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=list(CURES), default=list(CURES), metavar="FAULT")
+    parser.add_argument("--only", nargs="+", choices=list(ALL_CURES), default=list(ALL_CURES), metavar="FAULT")
     parser.add_argument("--rank-writes", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_writes:

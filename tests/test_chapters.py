@@ -40,12 +40,14 @@ SHOWN = {
         "by hand 97,280, PyTorch's counter 97,280",
         "the run goes on without it",
         "8 of 8 rows in log.jsonl",
+        "messages: 1, you predicted",
         "finished, step 25 of 25",
     ),
     "ch06b_diagnosis": (
         "mean 576 ms, median 308 ms",
         "planted: healthy; found: healthy",
         "planted: queue that runs empty; found: data_loading",
+        "the first fix removes 24.7% of the time: 1 / (1 - 0.247) = 1.33 times",
         "16 of 16 recorded runs",
     ),
 }

@@ -296,3 +296,24 @@ def test_folders_that_are_missing_or_hold_no_tokenizer_are_refused(tmp_path):
         load_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="transformers cannot read a tokenizer there"):
         load_tokenizer(str(tmp_path))
+
+
+def test_code_in_a_folder_never_runs_and_nobody_is_asked_about_it(tmp_path, monkeypatch, capsys):
+    folder = save_hf_folder(tmp_path, CHATML, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    expected = load_tokenizer(folder).encode_prompt(TWO_TURNS[:1], [2])
+    own = {"AutoConfig": "configuration_x.XConfig", "AutoModel": "modeling_x.XModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "internvl_chat", "auto_map": own}))
+    for module in ("configuration_x", "modeling_x", "tokenization_x"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('the code ran')")
+    monkeypatch.setattr("builtins.input", lambda *asked: pytest.fail("a question waits for an answer"))
+    assert load_tokenizer(folder).encode_prompt(TWO_TURNS[:1], [2]) == expected
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for auto_map in ({"AutoTokenizer": ["tokenization_x.XTokenizer", None]}, ["tokenization_x.XTokenizer", None]):
+        changed = {**config, "tokenizer_class": "XTokenizer", "auto_map": auto_map}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(changed))
+        assert load_tokenizer(folder).encode_prompt(TWO_TURNS[:1], [2]) == expected
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json.*trust_remote_code=True.*set data\.tokenizer"):
+        load_tokenizer(folder)
+    assert capsys.readouterr().err == ""

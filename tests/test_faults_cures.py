@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+from made_up_logs import write_log
 
 from vlmcourse.config import parse_config
 from vlmcourse.faults.catalog import BASE, FAULTS
-from vlmcourse.faults.cures import CURES, apply_cure, find_fix
+from vlmcourse.faults.cures import CURES, LOOKALIKE_CURES, apply_cure, find_fix
+from vlmcourse.faults.lookalikes import LOOKALIKES
 from vlmcourse.monitor.diagnosis import HEALTHY, diagnose
 from vlmcourse.monitor.recorded import recorded_run
 
@@ -27,6 +32,29 @@ def test_a_cure_does_what_the_fix_of_a_recorded_run_says(name: str) -> None:
         assert fix.what in cured.what and cured.cause == FAULTS[name].cause
         is_same = changed == parse_config({}, {**BASE, **FAULTS[name].overrides})
         assert not is_same or cured.plant is not FAULTS[name].plant, "neither settings nor what is planted changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "set_to"),
+    [
+        ("slow messages", {"train.accumulation_steps": 2, "train.micro_batch_size": 8}),
+        ("slow links under tp", {"train.micro_batch_size": 16}),
+    ],
+)
+def test_what_links_need_where_activations_travel_can_be_applied(
+    name: str, set_to: dict[str, int], tmp_path: Path
+) -> None:
+    fault, config = LOOKALIKES[name], dict[str, dict[str, Any]]()
+    for key, value in fault.overrides.items():
+        table, field = key.split(".")
+        config.setdefault(table, {})[field] = value
+    count = config["train"].get("accumulation_steps", 1)
+    change = lambda rank, step: {"micro_batches": count, "communication_s": 0.4}  # noqa: E731
+    found = diagnose(write_log(tmp_path, change, config=config))
+    (cure,) = LOOKALIKE_CURES[name]
+    cured = apply_cure(name, cure, find_fix(cure, found.findings, fault.cause))
+    assert cured.overrides == {**fault.overrides, **set_to} and cured.plant is fault.plant
+    assert parse_config({}, {**BASE, **cured.overrides}) != parse_config({}, {**BASE, **fault.overrides})
 
 
 def test_settings_are_read_out_of_the_sentence() -> None:

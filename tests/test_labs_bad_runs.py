@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from lab_cells import ROOT
 from matplotlib.figure import Figure
 
 from vlmcourse import plots
+from vlmcourse.grading import ex04_5
 from vlmcourse.labs.bad_runs import FixGain, find_spans, find_waits, measure_gains
 from vlmcourse.monitor.diagnosis import diagnose, read_run
 from vlmcourse.monitor.recorded import recorded_causes, recorded_run
+from vlmcourse.monitor.step_log import read_step_log
 from vlmcourse.plots.steps import LOOKS, find_parts
 
 CYCLE_S = 1.0
@@ -93,6 +96,24 @@ def test_figures_have_a_bar_a_rank_and_a_panel_a_run() -> None:
     shown = plots.plot_gains([gain], title="t").axes[0]
     assert shown.patches[0].get_width() == pytest.approx(50)  # pyright: ignore[reportAttributeAccessIssue]
     assert [list(line.get_xdata()) for line in shown.lines[:2]] == [[40, 60], [40, -10]]  # pyright: ignore
+
+
+def test_a_phase_has_one_name_in_all_figures_and_in_the_text() -> None:
+    names = {"waits for data", "forward", "backward", "waits for ranks", "optimizer", "other"}
+    run = recorded_run("slow storage")
+    figures = {
+        "phases": plots.plot_phases(read_step_log(run)),
+        "steps": plots.plot_steps({"run": run}, title="t"),
+        "timeline": plots.plot_timeline({"run": find_spans(run, 8)}),
+        "symptoms": plots.plot_trace(ex04_5.first_trace()),
+    }
+    for name, figure in figures.items():
+        legend = figure.legends[0] if figure.legends else figure.axes[-1].get_legend()
+        assert legend is not None
+        said = {text.get_text() for text in legend.get_texts()} - {"mean", "median", "between steps"}
+        assert {"waits for data", "waits for ranks"} <= said <= names, (name, said)
+    opening = (ROOT / "solutions/ch06_monitoring/ch06_monitoring.ipynb").read_text()
+    assert not [name for name in names if f"**{name}**" not in opening]
 
 
 def _rows_of(figure: Figure) -> list[str]:

@@ -385,7 +385,7 @@ def test_the_config_of_a_published_folder_is_read():
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("model_type", "internvl_chat", "-hf"),
+        ("model_type", "internvl_chat", "InternVLForConditionalGeneration"),
         ("model_type", "llava", "'llava'"),
         ("text_config.model_type", "internlm2", "llama"),
         ("text_config.model_type", "qwen3", "qwen2, llama"),

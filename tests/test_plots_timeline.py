@@ -45,7 +45,7 @@ def test_every_rank_and_lane_has_a_row_and_every_span_a_bar_of_its_length() -> N
     assert labels(axes) == ["rank 0  compute", "communication", "rank 1  data", "optimizer"]
     expected = [(0, 10, 20), (0, 30, 40), (1, 50, 40), (2, 0, 20), (3, 90, 10)]
     assert [pytest.approx(bar) for bar in expected] == bars(axes)
-    assert legend(figure) == ["forward", "backward", "communication", "loading data", "optimizer"]
+    assert legend(figure) == ["forward", "backward", "communication", "waits for data", "optimizer"]
     assert axes.get_xlabel() == "time since the step began (ms)" and axes.get_title(loc="left") == "measured"
 
 

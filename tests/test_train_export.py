@@ -21,7 +21,6 @@ from torch import Tensor
 from vlmcourse import cli
 from vlmcourse.models.hf import load_hf_folder
 from vlmcourse.parallel.ranks import Ranks
-from vlmcourse.train import export
 from vlmcourse.train.export import CheckpointWeights, export_hf_folder
 from vlmcourse.train.trainer import Trainer
 
@@ -65,6 +64,26 @@ def test_the_command_says_what_it_wrote(
     assert cli.main(["export", str(run / "checkpoints" / "step_000001"), "--out", str(tmp_path / "two")]) == 0
     said = capsys.readouterr().out
     assert "step 1 of single" in said and re.search(r" in float32, 0\.1\d\d MB -> ", said)
+
+
+def test_the_original_layout_is_written_too(
+    trained: tuple[Path, Trainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, trainer = trained
+    argv = ["export", str(run), "--layout", "internvl_chat", "--out"]
+    assert cli.main([*argv, str(tmp_path / "out")]) == 0
+    assert "(internvl_chat: a config.json without the original's code)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["model_type"] == "internvl_chat"
+    weights = load_hf_folder(tmp_path / "out").state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in trainer.model.state_dict().items())
+    assert cli.main([*argv, str(tmp_path / "two"), "--like", str(tmp_path / "out"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["layout"], said["like"]) == ("internvl_chat", str(tmp_path / "out"))
+    for file in (tmp_path / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    assert cli.main([*argv, str(tmp_path / "three"), "--like", str(run)]) == 2
+    assert "is no folder of an InternVLChatModel" in capsys.readouterr().err
+    assert not (tmp_path / "three").exists()
 
 
 def test_weights_are_read_one_by_one_into_several_files(
@@ -235,14 +254,14 @@ def test_a_bad_folder_is_explained_and_left_alone(
     assert out.read_text(encoding="utf-8") == "a file"
     out.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(export.shutil, "disk_usage", lambda place: Usage(10, 9, 1))
+        patch.setattr(shutil, "disk_usage", lambda place: Usage(10, 9, 1))
         fails("MB and its disk has 0.000 MB free: free some")
 
     def fill_up(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vlmcourse.models.hf.save_file", fill_up)
+        patch.setattr("vlmcourse.models.weight_files.save_file", fill_up)
         fails("free some space")
     assert not list(tmp_path.iterdir())
     out = tmp_path / "file" / "out"

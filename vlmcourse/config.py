@@ -86,7 +86,7 @@ class ModelConfig:
     preset: str = "tiny"
     """A name in `presets.MODELS`; ignored when `hf_folder` is set."""
     hf_folder: str = ""
-    """A Hugging Face InternVL folder (config.json + safetensors) to start from."""
+    """A Hugging Face InternVL folder (config.json + safetensors) to start from, transformers' or the original's."""
     freeze: tuple[str, ...] = ()
     """Towers that are not trained: any of vision, projector, language."""
 

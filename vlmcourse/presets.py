@@ -63,6 +63,8 @@ class VLMShape:
     """The token whose embedding is replaced by an image feature."""
     pixel_shuffle_fraction: float = 0.5
     """Side of the patch grid after pixel shuffle over the side before: 0.5 turns 4 patches into 1 token."""
+    pixel_shuffle_version: str = "v2"
+    """Order of a tile's visual tokens: v2 row by row, v1 (InternVL before 1.5) column by column."""
     source: str = ""
     """Where the numbers come from."""
 

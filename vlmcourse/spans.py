@@ -13,6 +13,16 @@ COMMUNICATION, OPTIMIZER = "communication", "optimizer"
 PHASES = (DATA_WAIT, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
 """What a training step does, in the order in which it first does it: load micro-batches, run them forward and
 backward, wait for other ranks outside of these two, update the weights."""
+OTHER = "other"
+PHASE_LABELS = {
+    DATA_WAIT: "waits for data",
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    COMMUNICATION: "waits for ranks",
+    OPTIMIZER: "optimizer",
+    OTHER: "other",
+}
+"""What a phase, and what is left of a step, is called wherever a person reads it: figures, dashboard and terminal."""
 
 COMPUTE, DATA = "compute", "data"
 LANES = (COMPUTE, COMMUNICATION, DATA, OPTIMIZER)

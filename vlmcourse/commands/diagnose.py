@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmcourse.monitor.diagnosis import CAUSES, Diagnosis, Fix, diagnose
+from vlmcourse.spans import PHASE_LABELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +43,8 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
         f"{1e3 * found.step_s:.1f} ms from step to step, {found.tokens_per_s:,.0f} tokens/s"
     )
     console.print(Text(head))
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items() if share >= 0.005)
-    console.print(Text(f"Time: {shares}"))
+    shares = [f"{PHASE_LABELS.get(name, name)} {share:.0%}" for name, share in found.shares.items() if share >= 0.005]
+    console.print(Text(f"Time: {', '.join(shares)}"))
     for line in found.profile:
         console.print(Text(line))
     if found.is_healthy:

@@ -16,7 +16,7 @@ from vlmcourse.config import TrainConfig, check_batch
 from vlmcourse.deepspeed_config import Run, check_deepspeed_file
 from vlmcourse.layout import ParallelConfig, find_layout
 from vlmcourse.planner.degrees import settle
-from vlmcourse.planner.hf_config import read_hf_shape
+from vlmcourse.planner.hf_folder import read_hf_shape
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.recompute import RECOMPUTING_TOWERS
 from vlmcourse.values import ConfigError

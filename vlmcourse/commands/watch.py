@@ -19,13 +19,14 @@ from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.monitor.live_run import LiveRun, find_run_problem
 from vlmcourse.monitor.run_view import FINISHED, STOPPED, RankView, RunView, list_facts, list_remarks
 from vlmcourse.planner.offload_cost import show_bytes
+from vlmcourse.spans import PHASE_LABELS
 
 EVERY_S = 0.5
 BAR_CELLS = 36
 """Length of the longest rank's bar, in letters."""
 LETTERS = {"data_wait": "d", "forward": "f", "backward": "b", "communication": "w", "optimizer": "o", "other": "."}
 """What a phase's part of a bar is made of, for terminals without colours."""
-LEGEND = "d waits for data, f forward, b backward, w waits for ranks, o optimizer, . other"
+LEGEND = ", ".join(f"{letter} {PHASE_LABELS[phase]}" for phase, letter in LETTERS.items())
 DARK = ("data_wait", "backward")
 """Phases whose colour needs a light letter."""
 

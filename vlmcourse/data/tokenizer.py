@@ -8,8 +8,10 @@ alone. The tokenizer is the small one in the package or that of any Hugging Face
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -204,10 +206,8 @@ def _load_hf(folder: str, image_token: str | None) -> CourseTokenizer:
             f"data.tokenizer = {folder!r}: there is no such folder; write 'builtin', or the folder of a Hugging Face "
             "tokenizer (names on the hub are not downloaded)"
         )
-    from transformers import AutoTokenizer  # takes seconds to import, and the builtin tokenizer does without
-
     try:
-        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        hf = _read_hf(Path(folder))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"data.tokenizer = {folder!r}: transformers cannot read a tokenizer there: {error}") from error
     backend = getattr(hf, "backend_tokenizer", None)
@@ -240,3 +240,29 @@ def _load_hf(folder: str, image_token: str | None) -> CourseTokenizer:
         image_brackets=(brackets[0] or "<img>", brackets[1] or "</img>"),
         prefix_ids=prefix_ids,
     )
+
+
+def _read_hf(folder: Path) -> Any:
+    """Let transformers read a tokenizer; code in the folder never runs, and nobody is asked whether it may."""
+    # These take seconds to import, and the builtin tokenizer does without.
+    from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+
+    if "AutoTokenizer" in _auto_map(folder / "tokenizer_config.json"):
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(
+                "its class is code in the folder, which is not run, and there is no tokenizer.json: where you trust "
+                "that code, make one once with AutoTokenizer.from_pretrained(folder, trust_remote_code=True)."
+                "save_pretrained(new_folder), and set data.tokenizer to the new folder"
+            )
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    # A model whose class is code in the folder says nothing of its tokenizer.
+    own = {"config": PreTrainedConfig()} if _auto_map(folder / "config.json") else {}
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **own)
+
+
+def _auto_map(file: Path) -> Any:
+    """Return the classes that a JSON file says are code beside it."""
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}
+    return found if isinstance(found, dict) else {"AutoTokenizer": found}

@@ -1,8 +1,8 @@
 """What a diagnosis advises, done to a faulty run: the same run with one fix applied, so that its gain can be measured.
 
-Enters: the name of a fault of `catalog.py`, and the fixes that `monitor.diagnosis` names for it. Leaves: a `Fault` that
-is the faulty run with that fix. Where a fix is a setting (`train.checkpoint_every = 40`), the setting is read out of
-the fix's own sentence, so that what is measured is what was advised. Chapter 6.
+Enters: the name of a fault of `catalog.py` or `lookalikes.py`, and the fixes that `monitor.diagnosis` names for it.
+Leaves: a `Fault` that is the faulty run with that fix. Where a fix is a setting (`train.checkpoint_every = 40`), the
+setting is read out of the fix's own sentence, so that what is measured is what was advised. Chapter 6.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from vlmcourse.faults.catalog import FAULTS, Fault, plant_large_images, plant_samples
+from vlmcourse.faults.lookalikes import LOOKALIKES
 from vlmcourse.faults.slow_callbacks import slow_callback
 from vlmcourse.faults.slow_links import slow_links
 from vlmcourse.faults.slow_samples import decode_for
@@ -75,7 +76,17 @@ CURES: Mapping[str, tuple[Cure, ...]] = MappingProxyType(
         ),
     }
 )
-"""Name of a fault -> fixes of its diagnosis that can be applied to a short run on CPU ranks."""
+"""Name of a fault of the catalogue -> fixes of its diagnosis that can be applied to a short run on CPU ranks."""
+LOOKALIKE_CURES: Mapping[str, tuple[Cure, ...]] = MappingProxyType(
+    {
+        "slow messages": (Cure("fewer messages", plant=LOOKALIKES["slow messages"].plant),),
+        "slow links under tp": (
+            Cure("as many exchanges in the layers", plant=LOOKALIKES["slow links under tp"].plant),
+        ),
+    }
+)
+"""The same for faults of `lookalikes.py`: what links need where not gradients travel but activations."""
+ALL_CURES = MappingProxyType({**CURES, **LOOKALIKE_CURES})
 
 
 def find_fix(cure: Cure, findings: Iterable[Finding], cause: str) -> Fix:
@@ -110,9 +121,9 @@ def apply_cure(name: str, cure: Cure, fix: Fix) -> Fault:
     Raises:
         ValueError: if no fault of that name has cures.
     """
-    if name not in CURES:
-        raise ValueError(f"fault {name!r}: {suggest_choice(name, tuple(CURES))}")
-    fault = FAULTS[name]
+    if name not in ALL_CURES:
+        raise ValueError(f"fault {name!r}: {suggest_choice(name, tuple(ALL_CURES))}")
+    fault = FAULTS.get(name) or LOOKALIKES[name]
     settings = {key: int(number) for key, number in SETTING.findall(fix.what)}
     what = f"{fault.what}; applied: {fix.what}"
     return replace(fault, what=what, overrides={**fault.overrides, **settings, **cure.overrides}, plant=cure.plant)

@@ -1,7 +1,7 @@
 """The planner's bytes of a step beside a real step's ledger, owner by owner, on the ranks at hand.
 
 Enters: names of strategies. Leaves: a `Comparison` for each rank, and a table of them. All micro-batches are alike and
-full: so many tokens a sample, so many tiles. fp32 on CPU ranks, where the ledger sees every byte. Chapter 7.
+full: so many tokens a sample, so many tiles. In fp32, and on CPU ranks the ledger sees every byte. Chapter 7.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def compare(strategy: str, settings: Settings, ranks: Ranks, workload: Workload 
     with StepLedger(trainer.model, trainer.optimizer) as ledger:
         trainer.train_step()
     measured["activations"] = max(sample.by_owner().get("activations", 0) for sample in ledger.samples)
-    job = describe_config(config, ranks.world_size, shape, workload, on_gpu=False)
+    on_gpu = ranks.device.type == "cuda"
+    job = describe_config(config, ranks.world_size, shape, workload, on_gpu=on_gpu)
     load = build_run_load(job, trainer.place.layout.coordinates(ranks.rank)["pp"])
     predicted = {owner: getattr(load, owner) for owner in OWNERS[:3]} | {"activations": most_stored(load)}
     return Comparison(strategy, ranks.rank, predicted, measured, find_peak(load).total_bytes, ledger.peak().total_bytes)

@@ -1,8 +1,9 @@
-"""Hugging Face folders of `InternVLForConditionalGeneration`: config.json and safetensors, in and out.
+"""Hugging Face folders of InternVL models: config.json and safetensors, in and out, in the two layouts people have.
 
-Weights carry other names on disk (`language_model.model.layers.0...`) than inside transformers
-(`model.language_model.layers.0...`). Folders in either layout are read; the first, which every published folder has, is
-written. Only names differ from ours: no weight is transposed, split or merged. The tokenizer is copied, not read.
+`transformers` is `InternVLForConditionalGeneration`; its weights carry other names on disk
+(`language_model.model.layers.0...`) than inside transformers (`model.language_model.layers.0...`), and folders with
+either are read. `internvl_chat` is the original `InternVLChatModel` of OpenGVLab's folders, with an InternLM2, Qwen2 or
+Llama tower; the code in such a folder is copied, never run. The tokenizer is copied, not read.
 """
 
 from __future__ import annotations
@@ -12,26 +13,24 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from vlmcourse.config_files import HF_INDEX_FILE as INDEX_FILE
-from vlmcourse.config_files import HF_WEIGHTS_FILE as WEIGHTS_FILE
 from vlmcourse.models.vlm import VLM, build_model
+from vlmcourse.models.weight_files import read_weights, write_weights
+from vlmcourse.models.weight_names import TRANSFORMERS, WeightNames, find_weight_names, pack, packed_size, unpack
+from vlmcourse.planner.hf_chat_config import CHAT_MODEL_TYPE, chat_config_from_shape, chat_config_like
 from vlmcourse.planner.hf_config import hf_config_from_shape, shape_from_hf_config
+from vlmcourse.planner.hf_folder import LAYOUTS, find_hf_layout, find_hf_shape, read_hf_config
 
-__all__ = ["hf_config_from_shape", "load_hf_folder", "save_hf_folder", "shape_from_hf_config"]
+__all__ = ["LAYOUTS", "hf_config_from_shape", "load_hf_folder", "save_hf_folder", "shape_from_hf_config"]
 
 logger = logging.getLogger(__name__)
 
-LM_HEAD = "language_model.lm_head.weight"
-EMBEDDING = "language_model.model.embed_tokens.weight"
-UNUSED = ("mask_token", "rotary_emb.inv_freq")
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab.*",
@@ -40,53 +39,22 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.*",
 )
-
-# Ours on the left, as regular expressions; the first that matches the start of a name gives its new start.
-_PREFIXES = (
-    (r"vision\.class_token", "vision_tower.embeddings.cls_token"),
-    (r"vision\.position_embedding", "vision_tower.embeddings.position_embeddings"),
-    (r"vision\.patch_embedding", "vision_tower.embeddings.patch_embeddings.projection"),
-    (r"vision\.blocks\.(\d+)\.norm1", r"vision_tower.encoder.layer.\1.layernorm_before"),
-    (r"vision\.blocks\.(\d+)\.norm2", r"vision_tower.encoder.layer.\1.layernorm_after"),
-    (r"vision\.blocks\.(\d+)\.attention\.out_proj", r"vision_tower.encoder.layer.\1.attention.projection_layer"),
-    (r"vision\.blocks\.(\d+)\.attention", r"vision_tower.encoder.layer.\1.attention"),
-    (r"vision\.blocks\.(\d+)\.layer_scale(\d)", r"vision_tower.encoder.layer.\1.lambda_\2"),
-    (r"vision\.blocks\.(\d+)\.mlp\.up_proj", r"vision_tower.encoder.layer.\1.mlp.fc1"),
-    (r"vision\.blocks\.(\d+)\.mlp\.down_proj", r"vision_tower.encoder.layer.\1.mlp.fc2"),
-    (r"projector\.norm", "multi_modal_projector.layer_norm"),
-    (r"projector\.up_proj", "multi_modal_projector.linear_1"),
-    (r"projector\.down_proj", "multi_modal_projector.linear_2"),
-    (r"language\.embedding", "language_model.model.embed_tokens"),
-    (r"language\.blocks\.(\d+)\.norm1", r"language_model.model.layers.\1.input_layernorm"),
-    (r"language\.blocks\.(\d+)\.norm2", r"language_model.model.layers.\1.post_attention_layernorm"),
-    (r"language\.blocks\.(\d+)\.attention\.out_proj", r"language_model.model.layers.\1.self_attn.o_proj"),
-    (r"language\.blocks\.(\d+)\.attention", r"language_model.model.layers.\1.self_attn"),
-    (r"language\.blocks\.(\d+)\.mlp", r"language_model.model.layers.\1.mlp"),
-    (r"language\.norm", "language_model.model.norm"),
-    (r"language\.lm_head", "language_model.lm_head"),
-)
-# Inside transformers on the left, on disk on the right.
-_LAYOUTS = (
-    (r"model\.(vision_tower|multi_modal_projector)\.", r"\1."),
-    (r"model\.language_model\.", "language_model.model."),
-    (r"lm_head\.", "language_model.lm_head."),
-)
+BESIDE_FILES = ("*.py", "generation_config.json", "preprocessor_config.json")
+"""What else a folder in the original layout needs to be loaded by its own code."""
+_VISION_LAYER = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.")
 
 
 def hf_name(name: str) -> str:
-    """Return the name on disk of one of our weights.
+    """Return the name on disk of one of our weights in transformers' layout.
 
     Raises:
         KeyError: if no weight of a `VLM` has that name.
     """
-    for pattern, replacement in _PREFIXES:
-        if re.match(pattern, name):
-            return re.sub(pattern, replacement, name, count=1)
-    raise KeyError(name)
+    return TRANSFORMERS.disk_name(name)
 
 
 def load_hf_folder(path: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> VLM:
-    """Read a model from a folder with config.json and safetensors, in one file or in shards.
+    """Read a model from a folder with config.json and safetensors, in one file or in shards, in either layout.
 
     Args:
         path: the folder.
@@ -98,21 +66,30 @@ def load_hf_folder(path: str | Path, *, device: str | torch.device = "cpu", dtyp
 
     Raises:
         FileNotFoundError: if the folder, its config.json or a weights file is missing.
-        ValueError: if the config describes a model that cannot be built here, or the weights do not fit it; the message
-            lists the names.
+        ValueError: if the config is of another model or describes one that cannot be built here, or the weights do not
+            fit it; the message lists the names.
     """
     folder = Path(path)
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise FileNotFoundError(f"There is no {config_file}: give a folder with config.json and safetensors")
-    shape = shape_from_hf_config(json.loads(config_file.read_text(encoding="utf-8")), name=folder.name)
-    weights = _read_weights(folder, device, dtype)
-    tied = _is_tied(weights, shape.language.tied_embeddings)
+    config = read_hf_config(folder)
+    if config is None:
+        raise FileNotFoundError(f"There is no {folder / 'config.json'}: give a folder with config.json and safetensors")
+    shape, names = find_hf_shape(folder, config), find_weight_names(config)
+    weights = read_weights(folder, device, dtype, names.read_name)
+    if find_hf_layout(config, folder.name) == CHAT_MODEL_TYPE:
+        _drop_unused_layers(weights, shape.vision.num_layers, config)
+        _warn_of_drop_path(config)
+    tied = _is_tied(weights, names, shape.language.tied_embeddings)
     language = dataclasses.replace(shape.language, tied_embeddings=tied)
     model = build_model(dataclasses.replace(shape, language=language), device="meta", dtype=dtype)
-    expected = {hf_name(name): (name, weight.shape) for name, weight in model.state_dict().items()}
-    _check_weights(folder, {name: shape for name, (_, shape) in expected.items()}, weights)
-    model.load_state_dict({ours: weights[theirs] for theirs, (ours, _) in expected.items()}, assign=True)
+    sizes = {name: weight.shape for name, weight in model.state_dict().items()}
+    groups = names.group(sizes)
+    expected = {theirs: packed_size([sizes[name] for name in ours]) for theirs, ours in groups.items()}
+    _check_weights(folder, expected, weights)
+    found: dict[str, Tensor] = {}
+    for theirs, ours in groups.items():
+        parts = unpack(theirs, weights.pop(theirs), [sizes[name] for name in ours], language.num_kv_heads)
+        found |= zip(ours, parts, strict=True)
+    model.load_state_dict(found, assign=True)
     return model
 
 
@@ -121,77 +98,106 @@ def save_hf_folder(
     path: str | Path,
     tokenizer_dir: str | Path | None = None,
     *,
+    layout: str = "transformers",
+    like: str | Path | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a folder that `load_hf_folder` and `InternVLForConditionalGeneration.from_pretrained` read.
+    """Write a folder that `load_hf_folder` reads, and what the layout is named after.
 
-    A language tower without biases is written as llama, one with biases as qwen2 (see `hf_config_from_shape`).
-    Weights that the folder already held are replaced.
+    In transformers' layout, a language tower without biases is written as llama, one with biases as qwen2; in the
+    original one, as InternLM2 or Qwen2, or as in the folder to follow. Weights that the folder held are replaced.
 
     Args:
         model: the model; only its shape is read when `state_dict` is given.
         path: the folder, made if need be.
-        tokenizer_dir: a folder whose tokenizer files are copied along.
+        tokenizer_dir: a folder whose tokenizer files are copied along; by default those of `like`.
+        layout: one of `LAYOUTS`.
+        like: with `internvl_chat`, a folder of the same model in that layout. Its config.json is kept but for the type
+            of the weights, and its code is copied, without which the original's own `from_pretrained` cannot load it.
         state_dict: whole weights under the names of `model.state_dict()`, for a model that holds only parts of them.
-            Each is asked for once, in order, so that they may come from a file one by one.
+            Each is asked for once, so that they may come from a file one by one.
         max_shard_bytes: size from which a new file is begun.
 
     Raises:
         FileNotFoundError: if `tokenizer_dir` holds no tokenizer.
-        ValueError: if `state_dict` does not name every weight.
+        ValueError: if `state_dict` does not name every weight, the layout cannot hold this model, or `like` is of
+            another one.
     """
     ours = model.state_dict() if state_dict is None else state_dict
-    names = model.state_dict().keys()
-    if ours.keys() != names:
-        raise ValueError(f"state_dict must have the names of the model's: {_few(ours.keys() ^ names)} differ")
+    sizes = model.state_dict().keys()
+    if ours.keys() != sizes:
+        raise ValueError(f"state_dict must have the names of the model's: {_few(ours.keys() ^ sizes)} differ")
+    followed = _read_followed(layout, like)
+    config = _build_config(model, layout, followed, "float32")
+    names = find_weight_names(config)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    if tokenizer_dir is not None:
-        _copy_tokenizer(Path(tokenizer_dir), folder)
-    weights = ((hf_name(name), ours[name].detach().cpu().contiguous()) for name in names)
-    dtype = _write_weights(folder, weights, max_shard_bytes)
-    config = json.dumps(hf_config_from_shape(model.shape, str(dtype).removeprefix("torch.")), indent=2)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-
-
-def _disk_name(name: str) -> str:
-    """Return the name on disk of a weight in either of transformers' layouts."""
-    for pattern, replacement in _LAYOUTS:
-        if re.match(pattern, name):
-            return re.sub(pattern, replacement, name, count=1)
-    return name
-
-
-def _read_weights(folder: Path, device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return every weight in the folder under its name on disk."""
-    if (folder / WEIGHTS_FILE).is_file():
-        files = [WEIGHTS_FILE]
-    elif (folder / INDEX_FILE).is_file():
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
+    if like is not None:
+        _copy(Path(like), folder, (*BESIDE_FILES, *(TOKENIZER_FILES if tokenizer_dir is None else ())))
+    if tokenizer_dir is not None and not _copy(Path(tokenizer_dir), folder, TOKENIZER_FILES):
+        raise FileNotFoundError(f"{tokenizer_dir} holds no tokenizer files: give a folder with tokenizer.json")
+    kv_heads = model.shape.language.num_kv_heads
+    packed = (
+        (theirs, pack(theirs, [ours[name].detach().cpu() for name in parts], kv_heads).contiguous())
+        for theirs, parts in names.group(sizes).items()
+    )
+    dtype = write_weights(folder, packed, max_shard_bytes)
+    config = _build_config(model, layout, followed, str(dtype).removeprefix("torch."))
+    if like is not None and config == followed:  # to the byte
+        text = (Path(like) / "config.json").read_text(encoding="utf-8")
     else:
-        raise FileNotFoundError(
-            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: save the model as safetensors, as transformers does"
+        text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _read_followed(layout: str, like: str | Path | None) -> dict[str, Any] | None:
+    """Return the config.json of the folder to follow."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout = {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    if like is None:
+        return None
+    if layout != CHAT_MODEL_TYPE:
+        raise ValueError(f"like = {str(like)!r} with layout = {layout!r}: only {CHAT_MODEL_TYPE!r} follows a folder")
+    config = read_hf_config(like)
+    if config is None or find_hf_layout(config, Path(like).name) != CHAT_MODEL_TYPE:
+        raise ValueError(f"{str(like)!r} is no folder of an InternVLChatModel: give the one that the model came from")
+    return config
+
+
+def _build_config(model: VLM, layout: str, followed: Mapping[str, Any] | None, dtype: str) -> dict[str, Any]:
+    if layout != CHAT_MODEL_TYPE:
+        return hf_config_from_shape(model.shape, dtype)
+    if followed is not None:
+        return chat_config_like(followed, model.shape, dtype)
+    return chat_config_from_shape(model.shape, dtype)
+
+
+def _drop_unused_layers(weights: dict[str, Tensor], num_layers: int, config: Mapping[str, Any]) -> None:
+    """Remove the vision layers after the one whose output `select_layer` picks."""
+    for name in list(weights):
+        layer = _VISION_LAYER.match(name)
+        if layer and num_layers <= int(layer[1]) < config["vision_config"]["num_hidden_layers"]:
+            del weights[name]
+
+
+def _warn_of_drop_path(config: Mapping[str, Any]) -> None:
+    rate = config["vision_config"].get("drop_path_rate", 0.0)
+    if rate:
+        logger.warning(
+            "The config asks for vision_config.drop_path_rate = %s, which drops whole vision layers at random in "
+            "training: this model has no such thing and trains with all of them; what it computes is the same",
+            rate,
         )
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder / INDEX_FILE} names {file}, which is not there: download all the shards")
-        with safe_open(folder / file, framework="pt", device=str(device)) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (the handle is not a mapping)
-                if not name.endswith(UNUSED):
-                    weights[_disk_name(name)] = tensors.get_tensor(name).to(dtype)
-    return weights
 
 
-def _is_tied(weights: dict[str, Tensor], config_says: bool) -> bool:
+def _is_tied(weights: dict[str, Tensor], names: WeightNames, config_says: bool) -> bool:
     """Whether the output matrix is the embedding; removes a second copy of it from `weights`."""
-    head, embedding = weights.get(LM_HEAD), weights.get(EMBEDDING)
+    head, embedding = weights.get(names.head), weights.get(names.embedding)
     if not config_says or head is None or embedding is None:
         return config_says
     if torch.equal(head, embedding):
-        del weights[LM_HEAD]
+        del weights[names.head]
         return True
     logger.warning("The config ties the embeddings, but the folder has an output matrix of its own: it is used")
     return False
@@ -216,50 +222,10 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(ordered[:4]) + (", ..." if len(ordered) > 4 else "")
 
 
-def _write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> torch.dtype:
-    """Write one file, or shards with an index; nothing of an older save is left. Return the first weight's type."""
-    # A loaded model may still be reading the old file, so that file must not be written to: replace it whole.
-    stale = {*folder.glob("model*.safetensors"), *folder.glob(INDEX_FILE)}
-    dtypes: list[torch.dtype] = []
-    names_of: list[list[str]] = []
-    num_bytes = 0
-    for number, shard in enumerate(_fill_shards(weights, max_shard_bytes)):
-        save_file(shard, folder / f"{number}.partial", metadata={"format": "pt"})
-        dtypes += [weight.dtype for weight in shard.values()]
-        num_bytes += sum(weight.nbytes for weight in shard.values())
-        names_of.append(list(shard))
-    for file in stale:
-        file.unlink()
-    count = len(names_of)
-    files = [WEIGHTS_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for number, file in enumerate(files):
-        (folder / f"{number}.partial").replace(folder / file)
-    if count > 1:
-        index = {
-            "metadata": {"total_size": num_bytes},
-            "weight_map": {name: file for file, names in zip(files, names_of, strict=True) for name in names},
-        }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return dtypes[0]
-
-
-def _fill_shards(weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield weights by name, as many at a time as have room in one file; one that has none is alone."""
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
-    for name, weight in weights:
-        if shard and shard_bytes + weight.nbytes > max_shard_bytes:
-            yield shard
-            shard, shard_bytes = {}, 0
-        shard[name] = weight
-        shard_bytes += weight.nbytes
-    yield shard
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    files = {file for pattern in TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
-    if not files:
-        raise FileNotFoundError(f"{source} holds no tokenizer files: give a folder with tokenizer.json")
+def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> bool:
+    """Copy what is named by the patterns; return whether there was anything."""
+    files = {file for pattern in patterns for file in source.glob(pattern) if file.is_file()}
     for file in files:
         if file.resolve() != (folder / file.name).resolve():
             shutil.copy2(file, folder / file.name)
+    return bool(files)

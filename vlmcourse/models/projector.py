@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from vlmcourse.presets import VLMShape
 
 
-def pixel_shuffle(patches_IPD: Tensor, rows: int, columns: int, block_side: int) -> Tensor:
+def pixel_shuffle(patches_IPD: Tensor, rows: int, columns: int, block_side: int, version: str = "v2") -> Tensor:
     """Fold each square of neighbouring patches into one position with more channels.
 
     Args:
@@ -21,13 +21,15 @@ def pixel_shuffle(patches_IPD: Tensor, rows: int, columns: int, block_side: int)
         rows: patches from top to bottom.
         columns: patches from left to right.
         block_side: patches along one side of a square; 2 turns 4 patches into 1 position.
+        version: v2 orders positions row by row, v1 column by column.
 
     Returns:
         [tiles, rows * columns / block_side**2, width * block_side**2]. The channels are ordered by the row inside the
-        square, then its column, then the channel, as in InternVL's `ps_version` v2.
+        square, then its column, then the channel, as in both of InternVL's `ps_version`s.
     """
     squares = patches_IPD.unflatten(1, (rows // block_side, block_side, columns // block_side, block_side))
-    return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+    folded = squares.transpose(2, 3).flatten(3)
+    return (folded.transpose(1, 2) if version == "v1" else folded).flatten(1, 2)
 
 
 class Projector(nn.Module):
@@ -36,6 +38,7 @@ class Projector(nn.Module):
     def __init__(self, shape: VLMShape) -> None:
         super().__init__()
         self.block_side = round(1 / shape.pixel_shuffle_fraction)
+        self.version = shape.pixel_shuffle_version
         folded_width = shape.vision.hidden_size * self.block_side**2
         self.norm = nn.LayerNorm(folded_width)
         self.up_proj = nn.Linear(folded_width, shape.language.hidden_size)
@@ -65,5 +68,5 @@ class Projector(nn.Module):
         Returns:
             Visual tokens [tiles, tokens a tile, language width].
         """
-        folded = pixel_shuffle(patches_IPD, rows, columns, self.block_side)
+        folded = pixel_shuffle(patches_IPD, rows, columns, self.block_side, self.version)
         return self.down_proj(F.gelu(self.up_proj(self.norm(folded))))

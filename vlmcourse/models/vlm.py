@@ -176,6 +176,8 @@ def check_shape(shape: VLMShape) -> None:
         found.append(f"pixel_shuffle_fraction = {shape.pixel_shuffle_fraction} must be 1, 1/2, 1/3, ...")
     elif side % block_side:
         found.append(f"{side} patches a side do not fold by {block_side}: change vision.image_size_px")
+    if shape.pixel_shuffle_version not in ("v1", "v2"):
+        found.append(f"pixel_shuffle_version = {shape.pixel_shuffle_version!r} must be 'v1' or 'v2'")
     if not 0 <= shape.image_token_id < language.vocab_size:
         found.append(f"image_token_id = {shape.image_token_id} must be in the vocabulary of {language.vocab_size}")
     if found:

@@ -1,7 +1,7 @@
 """Traces of ranks as they lie in a folder: which file is whose, what is in it, and whether it has the form it should.
 
 Enters: a folder of `rank0000.<time>.pt.trace.json`, as `monitor.profiler` writes them. Leaves: a `RankTrace` a rank.
-Also checks a trace against the Trace Event format, which Perfetto and chrome://tracing read.
+Also checks a trace against the Trace Event format, which Perfetto reads.
 
 Source: "Trace Event Format", Google 2016, sections "Event Descriptions" and "JSON Object Format". Chapter 6.
 """

@@ -4,7 +4,7 @@ Enters: a `RankTrace` a rank. Leaves: one JSON object in the Trace Event format,
 and ids of flows are numbered anew, since every rank counts them from the same numbers; streams of a GPU keep theirs.
 Left out: the profiler's own rows ("PyTorch Profiler", "Record Window End") and its own count of steps, which begins
 elsewhere than the run's. Perfetto (tried with 52.0) takes no notice of `process_sort_index`: it puts the rank with the
-most spans first, and sorts by name, as text, where they have equally many; chrome://tracing keeps the order of ranks.
+most spans first, and sorts by name, as text, where they have equally many.
 
 Clocks: PyTorch writes wall-clock times. All ranks pass the same barriers, each a span in the trace; no rank can leave
 one before the last has reached it. So, for each barrier, what is to be added to the times of rank r lies between

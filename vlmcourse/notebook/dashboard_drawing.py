@@ -12,6 +12,7 @@ from html import escape
 from vlmcourse.colours import COLOURS, PHASE_COLOURS
 from vlmcourse.monitor.run_view import RankView, RunView, list_facts, list_remarks
 from vlmcourse.planner.offload_cost import show_bytes
+from vlmcourse.spans import PHASE_LABELS
 
 WIDTH, CHART_HEIGHT, ROW, TOP = 760, 132, 22, 26
 """Of the drawings, in pixels of a notebook at its usual width; a rank has one row."""
@@ -26,15 +27,6 @@ HATCH = (
 )
 """Over the optimizer's colour, as in all figures: in grey it is nearly that of other phases."""
 NO_OWNERS = "memory by owner: not in this run's log; logging.memory_owners = true writes it"
-LABELS = {
-    "data_wait": "waits for data",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "waits for ranks",
-    "optimizer": "optimizer",
-    "other": "other",
-}
-"""Of the phases, for people."""
 
 
 def draw_run(view: RunView, heading: str = "") -> str:
@@ -158,7 +150,7 @@ def _memory(rank: RankView) -> tuple[int, int]:
 def _step_text(rank: RankView) -> str:
     if rank.step_s is None:
         return "no step yet"
-    phases = ", ".join(f"{LABELS[name]} {1e3 * seconds:.0f} ms" for name, seconds in rank.phases_s.items())
+    phases = ", ".join(f"{PHASE_LABELS[name]} {1e3 * seconds:.0f} ms" for name, seconds in rank.phases_s.items())
     return f"{1e3 * rank.step_s:.0f} ms ({phases})"
 
 
@@ -170,7 +162,7 @@ def _draw_rank(rank: RankView, top: int, per_second: float, per_byte: float) -> 
         width = per_second * seconds
         parts.append(
             f'<rect x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 5}" fill="{PHASE_COLOURS[name]}">'
-            f"<title>rank {rank.rank}: {LABELS[name]} {1e3 * seconds:.1f} ms</title></rect>"
+            f"<title>rank {rank.rank}: {PHASE_LABELS[name]} {1e3 * seconds:.1f} ms</title></rect>"
         )
         if name == "optimizer":
             box = f'x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 5}"'
@@ -193,7 +185,7 @@ def _draw_rank(rank: RankView, top: int, per_second: float, per_byte: float) -> 
 
 def _legend(ranks: Sequence[RankView]) -> str:
     known = [name for name in PHASE_COLOURS if any(name in rank.phases_s for rank in ranks)]
-    return "".join(_swatch(PHASE_COLOURS[name], LABELS[name]) for name in known)
+    return "".join(_swatch(PHASE_COLOURS[name], PHASE_LABELS[name]) for name in known)
 
 
 def _swatch(colour: str, text: str) -> str:

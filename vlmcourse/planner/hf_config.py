@@ -1,41 +1,26 @@
-"""Hugging Face's config.json of an InternVL model to a `VLMShape`, and back.
+"""transformers' config.json of an InternVL model to a `VLMShape`, and back.
 
 `InternVLForConditionalGeneration` describes the same architecture with other words. What it allows and this model does
-not have (another activation, dropout, a second kind of rotary positions, ...) is refused by name, never ignored.
-Imports no torch, so that degrees are checked against the model before any rank starts.
+not have (another activation, dropout, a second kind of rotary positions, ...) is refused by name, never ignored. The
+original layout is read in `hf_chat_config.py`, folders of either in `hf_folder.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from vlmcourse.planner.config_entries import (
+    NORMS,
+    find_head_problems,
+    find_missing,
+    find_rope_problems,
+    find_wrong,
+    rope_settings,
+)
 from vlmcourse.presets import LanguageShape, VisionShape, VLMShape
 
-NORMS = {"layer_norm": "layernorm", "rms_norm": "rmsnorm"}
 TEXT_MODELS = ("qwen2", "llama")
-ROPE_TYPES = ("default", "dynamic")
-"""`dynamic` changes nothing up to max_position_embeddings, and longer sequences are refused by the decoder."""
-
-
-def read_hf_shape(folder: str | Path) -> VLMShape | None:
-    """Read the shape of the model in a Hugging Face folder from its config.json; None where there is none.
-
-    Raises:
-        ValueError: if it is not JSON, or describes a model that cannot be built here.
-    """
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise ValueError(f"{file} is not JSON ({error}): download it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, not an object with the model's sizes")
-    return shape_from_hf_config(config, name=file.parent.name)
 
 
 def shape_from_hf_config(config: Mapping[str, Any], name: str = "hf") -> VLMShape:
@@ -53,11 +38,13 @@ def shape_from_hf_config(config: Mapping[str, Any], name: str = "hf") -> VLMShap
     """
     _check_family(config)
     vision, text = config["vision_config"], config["text_config"]
-    problems = _missing("vision_config", vision, "hidden_size", "num_hidden_layers", "num_attention_heads")
-    problems += _missing("text_config", text, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    problems += _missing("vision_config", vision, "intermediate_size", "image_size", "patch_size")
-    problems += _missing("text_config", text, "intermediate_size")
-    problems += _missing("config", config, "image_token_id")
+    problems = find_missing("vision_config", vision, "hidden_size", "num_hidden_layers", "num_attention_heads")
+    problems += find_missing(
+        "text_config", text, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+    )
+    problems += find_missing("vision_config", vision, "intermediate_size", "image_size", "patch_size")
+    problems += find_missing("text_config", text, "intermediate_size")
+    problems += find_missing("config", config, "image_token_id")
     if not problems:
         problems = _top_problems(config) + _vision_problems(vision) + _text_problems(text)
     if problems:
@@ -65,7 +52,7 @@ def shape_from_hf_config(config: Mapping[str, Any], name: str = "hf") -> VLMShap
     return VLMShape(
         name=name,
         vision=_vision_shape(vision),
-        language=_language_shape(text, tied=config.get("tie_word_embeddings", True)),
+        language=language_shape(text, text.get("model_type", "qwen2"), config.get("tie_word_embeddings", True)),
         image_token_id=config["image_token_id"],
         pixel_shuffle_fraction=config.get("downsample_ratio", 0.5),
         source="a Hugging Face config.json",
@@ -84,7 +71,15 @@ def hf_config_from_shape(shape: VLMShape, dtype: str) -> dict[str, Any]:
 
     Returns:
         A dictionary ready for `json.dump`.
+
+    Raises:
+        ValueError: if the visual tokens are in the order of pixel shuffle v1, for which transformers has no entry.
     """
+    if shape.pixel_shuffle_version != "v2":
+        raise ValueError(
+            f"The visual tokens of {shape.name!r} are in the order of pixel shuffle {shape.pixel_shuffle_version}, and "
+            "InternVLForConditionalGeneration knows that of v2 only: write the layout 'internvl_chat'"
+        )
     return {
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
@@ -97,7 +92,7 @@ def hf_config_from_shape(shape: VLMShape, dtype: str) -> dict[str, Any]:
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": shape.language.tied_embeddings,
         "vision_config": _hf_vision_config(shape.vision),
-        "text_config": _hf_text_config(shape.language),
+        "text_config": hf_text_config(shape.language),
     }
 
 
@@ -124,7 +119,8 @@ def _hf_vision_config(vision: VisionShape) -> dict[str, Any]:
     }
 
 
-def _hf_text_config(language: LanguageShape) -> dict[str, Any]:
+def hf_text_config(language: LanguageShape) -> dict[str, Any]:
+    """Describe a language tower as the config of a `Qwen2ForCausalLM` or, without biases, a `LlamaForCausalLM`."""
     return {
         "model_type": "qwen2" if language.qkv_bias else "llama",
         "architectures": ["Qwen2ForCausalLM" if language.qkv_bias else "LlamaForCausalLM"],
@@ -146,11 +142,6 @@ def _hf_text_config(language: LanguageShape) -> dict[str, Any]:
 def _check_family(config: Mapping[str, Any]) -> None:
     """Raise ValueError unless this is the config of an InternVL model in the Hugging Face layout."""
     kind = config.get("model_type")
-    if kind == "internvl_chat":
-        raise ValueError(
-            "model_type = 'internvl_chat' is the layout of the original checkpoints: use the model whose name ends in "
-            "-hf, or convert the folder to InternVLForConditionalGeneration first"
-        )
     if kind != "internvl":
         raise ValueError(f"model_type = {kind!r}: only 'internvl' (InternVLForConditionalGeneration) can be read")
     for section in ("vision_config", "text_config"):
@@ -162,21 +153,8 @@ def _check_family(config: Mapping[str, Any]) -> None:
         raise ValueError(f"text_config.model_type = {text_kind!r}: choose one of {', '.join(TEXT_MODELS)}{hint}")
 
 
-def _missing(where: str, section: Mapping[str, Any], *names: str) -> list[str]:
-    return [f"{where}.{name} is missing" for name in names if name not in section]
-
-
-def _must_be(where: str, section: Mapping[str, Any], **wanted: object) -> list[str]:
-    """Return a sentence for each entry that is there and is not what this model does."""
-    return [
-        f"{where}.{name} = {section[name]!r} must be {value!r}"
-        for name, value in wanted.items()
-        if section.get(name, value) != value
-    ]
-
-
 def _top_problems(config: Mapping[str, Any]) -> list[str]:
-    return _must_be(
+    return find_wrong(
         "config",
         config,
         projector_hidden_act="gelu",
@@ -186,7 +164,7 @@ def _top_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _vision_problems(vision: Mapping[str, Any]) -> list[str]:
-    problems = _must_be(
+    problems = find_wrong(
         "vision_config",
         vision,
         hidden_act="gelu",
@@ -206,7 +184,7 @@ def _vision_problems(vision: Mapping[str, Any]) -> list[str]:
 
 
 def _text_problems(text: Mapping[str, Any]) -> list[str]:
-    problems = _must_be(
+    problems = find_wrong(
         "text_config",
         text,
         hidden_act="silu",
@@ -215,22 +193,8 @@ def _text_problems(text: Mapping[str, Any]) -> list[str]:
         mlp_bias=False,
     )
     if text.get("model_type") == "llama":
-        problems += _must_be("text_config", text, attention_bias=False)
-    head_width = text["hidden_size"] // text["num_attention_heads"]
-    if text.get("head_dim") not in (None, head_width):
-        problems.append(f"text_config.head_dim = {text['head_dim']!r} must be hidden_size / heads = {head_width}")
-    rope = _rope(text)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        problems.append(f"text_config rotary positions of type {rope_type!r} must be one of {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"text_config partial_rotary_factor = {rope['partial_rotary_factor']} must be 1.0")
-    return problems
-
-
-def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary positions: `rope_parameters` of newer configs, `rope_scaling` of older ones."""
-    return text.get("rope_parameters") or text.get("rope_scaling") or {}
+        problems += find_wrong("text_config", text, attention_bias=False)
+    return [*problems, *find_head_problems("text_config", text), *find_rope_problems("text_config", text)]
 
 
 def _sides(value: int | list[int]) -> list[int]:
@@ -253,7 +217,14 @@ def _vision_shape(vision: Mapping[str, Any]) -> VisionShape:
     )
 
 
-def _language_shape(text: Mapping[str, Any], tied: bool) -> LanguageShape:
+def language_shape(text: Mapping[str, Any], kind: str, tied: bool) -> LanguageShape:
+    """Read the shape of a language tower whose config has no problems.
+
+    Args:
+        text: the config of a `Qwen2ForCausalLM`, `LlamaForCausalLM` or `InternLM2ForCausalLM`; all use these words.
+        kind: qwen2 has biases on q, k and v; llama and internlm2 have none.
+        tied: whether the config ties the embeddings.
+    """
     return LanguageShape(
         vocab_size=text["vocab_size"],
         num_layers=text["num_hidden_layers"],
@@ -261,9 +232,9 @@ def _language_shape(text: Mapping[str, Any], tied: bool) -> LanguageShape:
         num_heads=text["num_attention_heads"],
         num_kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
         mlp_size=text["intermediate_size"],
-        rope_theta=_rope(text).get("rope_theta", text.get("rope_theta", 1e4)),
+        rope_theta=float(rope_settings(text).get("rope_theta", text.get("rope_theta", 1e4))),
         norm_eps=text.get("rms_norm_eps", 1e-6),
-        qkv_bias=text.get("model_type", "qwen2") == "qwen2",
+        qkv_bias=kind == "qwen2",
         tied_embeddings=tied,
-        max_seq_len=text.get("max_position_embeddings", 32768 if text.get("model_type") == "qwen2" else 2048),
+        max_seq_len=text.get("max_position_embeddings", 32768 if kind == "qwen2" else 2048),
     )

@@ -10,10 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from vlmcourse.config import TrainConfig
-from vlmcourse.layout import Layout, find_layout
+from vlmcourse.layout import Layout, ParallelConfig, find_layout
 from vlmcourse.planner.degrees import choose_split, settle
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import OPTIMIZERS, TRAINED, Precision
+from vlmcourse.planner.schedules import SCHEDULES
 from vlmcourse.planner.stages import StageSplit, find_split, split_evenly
 from vlmcourse.planner.workload import Workload
 from vlmcourse.presets import VLMShape
@@ -68,6 +69,16 @@ class Job:
     fixed_bytes: int = 0
     """Kept free for what is not counted: context, workspaces, fragmentation."""
 
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What is known to take more bytes than are counted, in sentences; empty where nothing is."""
+        if self.layout.pp == 1 or not SCHEDULES[self.schedule].splits_backward:
+            return ()
+        return (
+            f"{self.schedule}: counted is what its order of forwards and backwards asks for; PyTorch 2.13 was measured "
+            "to hold up to 1.9 times as many bytes of activations (bench/planner_vs_ledger.md)",
+        )
+
     def recompute(self, tower: str) -> str:
         """Return the policy for the activations of a tower, vision or language."""
         return self.recompute_vision if tower == "vision" else self.recompute_language
@@ -97,14 +108,7 @@ def describe_config(
             for compressed gradients and for fp8: their bytes are not counted here.
     """
     parallel, _ = settle(config.parallel, world_size, shape, config.train.accumulation_steps)
-    refused = {
-        f"parallel.strategy = {parallel.strategy!r}: what its engine keeps": parallel.strategy in ENGINES,
-        "[offload]: what lies in main memory": not config.offload.is_plain or config.activations.offload,
-        f"parallel.compression = {parallel.compression!r}: its copies of gradients": parallel.compression != "none",
-        "train.precision = 'fp8': its copies of weights and their scales": config.train.precision == "fp8",
-    }
-    if found := [f"{what} is not counted" for what, is_asked in refused.items() if is_asked]:
-        raise ValueError("; ".join(found) + ": plan without it, or measure it (monitor.ledger.StepLedger)")
+    _check_counted(config, parallel)
     layout, precision = find_layout(parallel, world_size), config.train.precision
     accumulation, is_sharded = config.train.accumulation_steps, parallel.strategy in SHARDED
     recipe = TRAINED[precision]
@@ -136,6 +140,18 @@ def describe_config(
         autocast=not on_gpu and recipe.weight_bytes == 4 and recipe.compute_bytes == 2,
         fixed_bytes=fixed_bytes,
     )
+
+
+def _check_counted(config: TrainConfig, parallel: ParallelConfig) -> None:
+    """Refuse what keeps bytes that are not counted here; see `describe_config`."""
+    refused = {
+        f"parallel.strategy = {parallel.strategy!r}: what its engine keeps": parallel.strategy in ENGINES,
+        "[offload]: what lies in main memory": not config.offload.is_plain or config.activations.offload,
+        f"parallel.compression = {parallel.compression!r}: its copies of gradients": parallel.compression != "none",
+        "train.precision = 'fp8': its copies of weights and their scales": config.train.precision == "fp8",
+    }
+    if found := [f"{what} is not counted" for what, is_asked in refused.items() if is_asked]:
+        raise ValueError("; ".join(found) + ": plan without it, or measure it (monitor.ledger.StepLedger)")
 
 
 def describe_plan(plan: Plan, model: VLMShape, workload: Workload, *, fixed_bytes: int = 0) -> Job:

@@ -59,6 +59,8 @@ def build_run_load(job: Job, pp_rank: int, layers: Mapping[str, LayerBytes] | No
     most = list_fullest(job.schedule, pp, job.grad_accum_steps, pp_rank)
     # When all micro-batches are held none has left gradients; with one less, all are there.
     fewer = [tuple(count - 1 for count in held) for held in most if max(held) == job.grad_accum_steps > 1]
+    pictures = job.grad_accum_steps * pixel_bytes(job, count_tiles(job)) if pp > 1 else 0.0
+    kept_pictures = pictures if pp_rank == 0 and "vision" not in job.frozen else 0.0
     largest = max((unit.on_rank(degree_of(unit, tp, job.vision_tp)) for of in units for unit in of), default=0)
     return RankLoad(
         stage=pp_rank,
@@ -70,11 +72,12 @@ def build_run_load(job: Job, pp_rank: int, layers: Mapping[str, LayerBytes] | No
         num_microbatches=job.grad_accum_steps if pp > 1 else 1,
         gradients_stay=job.gradients_stay,
         gradients_last=job.whole_gradients,
-        always_stored=pixel_bytes(job, count_tiles(job)) * job.grad_accum_steps if pp > 1 and pp_rank == 0 else 0.0,
+        always_stored=kept_pictures,
         gathered=gathered,
         late_gradients=late,
         step_temporary=_step_temporary(job, state, largest),
-        buffers=_message_bytes(job, numbers) if pp > 1 else 0.0,
+        # Every rank of a pipeline has the pictures of all micro-batches, whole and cut.
+        buffers=_message_bytes(job, numbers) + 2 * pictures - kept_pictures if pp > 1 else 0.0,
         fixed=job.fixed_bytes,
     )
 

@@ -40,7 +40,7 @@ def count_ends(job: Job, kinds: Set[str], num_tiles: int) -> Ends:
     kept = loss_kept = logits = 0.0
     rows = job.micro_batch_size * -(-job.workload.seq_len // job.layout.cp)
     language, element = job.shape.language, job.recipe.compute_bytes
-    if "vision patches" in kinds and job.layout.pp == 1:
+    if "vision patches" in kinds and job.layout.pp == 1 and "vision" not in job.frozen:
         kept += pixel_bytes(job, num_tiles)  # a pipeline has those of all micro-batches all the time
     if "projector projector" in kinds:
         kept += _count_fusion(job, num_tiles)
@@ -61,8 +61,8 @@ def count_ends(job: Job, kinds: Set[str], num_tiles: int) -> Ends:
 
 
 def pixel_bytes(job: Job, num_tiles: int) -> float:
-    """Return the bytes of a micro-batch's tiles, which the patch embedding keeps; 0 where it is frozen."""
-    return 0.0 if "vision" in job.frozen else num_tiles * 3.0 * job.shape.vision.image_size_px**2 * PIXEL_BYTES
+    """Return the bytes of a micro-batch's tiles, which the patch embedding keeps where it is trained."""
+    return num_tiles * 3.0 * job.shape.vision.image_size_px**2 * PIXEL_BYTES
 
 
 def _count_fusion(job: Job, num_tiles: int) -> float:

@@ -1,8 +1,9 @@
 """Which parameters a rank holds, unit by unit: what tensor parallelism splits of them, and what every rank keeps whole.
 
 Enters: a model's shape, a split into stages, degrees. Leaves: `Unit`s of a stage, each a layer or one of the parts
-around the layers, and their sizes on one rank. A unit is what FSDP gathers and frees together, or belongs to its root unit.
-What is whole on all ranks (norms, biases behind a sum, patch embedding) is little, but counted. Chapters 1 and 7.
+around the layers, and their sizes on one rank. A unit is what FSDP gathers and frees together, or it belongs to the
+root unit. What is whole on all ranks (norms, biases behind a sum, patch embedding) is little, but counted. Chapters 1
+and 7.
 """
 
 from __future__ import annotations

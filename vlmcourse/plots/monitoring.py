@@ -16,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.monitor.step_log import RankLog
 from vlmcourse.plots.style import COLOURS, HATCHES, new_figure
+from vlmcourse.spans import PHASE_LABELS
 
-PHASE_LABELS = {"data_wait": "waits for data", "communication": "waits for ranks"}
 TOKEN_LOOKS = {
     "text": ("text", COLOURS["exact_match"], ""),
     "image": ("image", COLOURS["visual_tokens"], ".."),
@@ -74,7 +74,7 @@ def plot_phases(logs: Mapping[int, RankLog], first_step: int = 2, title: str = "
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     handles = [
-        Patch(facecolor=colour, hatch=HATCHES.get(name), edgecolor="white", label=PHASE_LABELS.get(name, name))
+        Patch(facecolor=colour, hatch=HATCHES.get(name), edgecolor="white", label=PHASE_LABELS[name])
         for name, colour in PHASE_COLOURS.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)

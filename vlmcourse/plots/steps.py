@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.monitor.diagnosis import CAUSES, Diagnosis, RunFacts, read_run
 from vlmcourse.plots.style import COLOURS, HATCHES, new_figure
+from vlmcourse.spans import PHASE_LABELS
 
 BETWEEN = "between steps"
 LOOKS: dict[str, tuple[str, str]] = {
@@ -28,7 +29,7 @@ LOOKS: dict[str, tuple[str, str]] = {
     BETWEEN: (COLOURS["idle"], ""),
 }
 """Colour and hatch of each part of the time from one step to the next, in their order."""
-NAMES = {"data_wait": "waiting for samples", "communication": "waiting for other ranks", "log": "log row"}
+NAMES = {**PHASE_LABELS, "log": "log row"}
 MIN_SHARE = 0.01
 """Parts that are smaller everywhere are drawn but not explained."""
 

@@ -11,10 +11,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from vlmcourse.colours import PHASE_COLOURS
+from vlmcourse.plots.steps import BETWEEN
 from vlmcourse.plots.style import COLOURS, new_figure
+from vlmcourse.spans import PHASE_LABELS
 
-PARTS = {f"{phase}_s": (colour, phase.replace("_", " ")) for phase, colour in PHASE_COLOURS.items()} | {
-    "between_s": (COLOURS["idle"], "between steps")
+PARTS = {f"{phase}_s": (colour, PHASE_LABELS[phase]) for phase, colour in PHASE_COLOURS.items()} | {
+    "between_s": (COLOURS["idle"], BETWEEN)
 }
 """By key: colour and label."""
 

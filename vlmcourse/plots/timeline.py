@@ -15,7 +15,19 @@ from matplotlib.patches import Patch
 
 from vlmcourse.colours import PHASE_COLOURS
 from vlmcourse.plots.style import COLOURS, HATCHES, new_figure
-from vlmcourse.spans import BACKWARD, COMMUNICATION, COMPUTE, DATA, DATA_WAIT, FORWARD, LANES, OPTIMIZER, Span
+from vlmcourse.spans import (
+    BACKWARD,
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    DATA_WAIT,
+    FORWARD,
+    LANES,
+    OPTIMIZER,
+    OTHER,
+    PHASE_LABELS,
+    Span,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +68,10 @@ STYLES = {
     OPTIMIZER: BarStyle(colour=COLOURS["optimizer"], hatch=HATCHES["optimizer"]),
 }
 """Of a span, by its name or else its lane."""
-LABELS = {COMPUTE: "other computing", DATA: "loading data"}
+LANE_LABELS = {COMPUTE: "other computing", COMMUNICATION: COMMUNICATION, DATA: PHASE_LABELS[DATA_WAIT]}
+"""Where a rank has a row for each lane: what travels there may be hidden behind computing, so it is no wait."""
+PHASE_ROW_LABELS = {COMPUTE: PHASE_LABELS[OTHER], DATA: PHASE_LABELS[DATA_WAIT]}
+"""Where a rank has one row, of phases that follow each other."""
 OUTLINE = BarStyle(colour=COLOURS["loss"], outlined=True)
 NARROW, TIGHT = 0.008, 0.016
 """Parts of a figure's width: narrower bars have no white edge, which would hide them, and no text."""
@@ -156,9 +171,11 @@ def _style_of(span: Span) -> BarStyle:
 
 def _legend_of(spans: Iterable[Span]) -> list[Patch]:
     """Explain each look that there is, in the order of `STYLES`."""
+    spans = list(spans)
     used = {_style_of(span) for span in spans}
+    labels = PHASE_LABELS | (LANE_LABELS if any(span.lane for span in spans) else PHASE_ROW_LABELS)
     return [
-        Patch(facecolor=style.colour, hatch=style.hatch, edgecolor="white", label=LABELS.get(name, name))
+        Patch(facecolor=style.colour, hatch=style.hatch, edgecolor="white", label=labels[name])
         for name, style in STYLES.items()
         if style in used
     ]

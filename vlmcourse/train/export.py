@@ -1,26 +1,23 @@
 """A checkpoint of any strategy as a Hugging Face folder, made by one process without a GPU.
 
 Enters: a checkpoint that ranks have written, each its shards. Leaves: config.json, safetensors and the tokenizer, as
-transformers' `InternVLForConditionalGeneration` and `load_hf_folder` read them. Weights pass one by one, so that memory
-holds one file of weights and not the model. The folder gets its name when it is complete. Chapter 5.
+transformers' `InternVLForConditionalGeneration` (or the original `InternVLChatModel`) and `load_hf_folder` read them.
+Weights pass one by one, so that memory holds one file of weights and not the model. The folder gets its name when it is
+complete. Chapter 5.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import pickle
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -28,9 +25,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from vlmcourse.data.tokenizer import BUILTIN_FOLDER
 from vlmcourse.models.hf import save_hf_folder
 from vlmcourse.models.vlm import build_model
+from vlmcourse.planner.hf_chat_config import CHAT_MODEL_TYPE
+from vlmcourse.planner.hf_folder import read_hf_config
 from vlmcourse.planner.offload_cost import show_bytes
 from vlmcourse.presets import LanguageShape, VisionShape, VLMShape
 from vlmcourse.train.folder import META_NAME, find_checkpoint, read_meta
+from vlmcourse.train.new_folder import check_new_folder, check_room, write_whole
 from vlmcourse.train.plain_checkpoint import quiet_alone, readable_errors
 
 DTYPES = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -53,6 +53,10 @@ class Exported:
     weight_bytes: int
     dtype: str
     """Of the written weights, as torch names it."""
+    layout: str
+    """One of `LAYOUTS`."""
+    like: str
+    """The folder in the original layout whose config.json and code went along; empty where there was none."""
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
@@ -126,6 +130,8 @@ def export_hf_folder(
     *,
     dtype: str = "saved",
     tokenizer: str | Path | None = None,
+    layout: str = "transformers",
+    like: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
     """Write the weights of a checkpoint as a Hugging Face folder; no process group and no GPU is needed.
@@ -135,17 +141,21 @@ def export_hf_folder(
         out: the new folder; it may exist if it is empty.
         dtype: one of `DTYPES`.
         tokenizer: a folder whose tokenizer files are copied along; by default the run's own.
+        layout: one of `LAYOUTS`: transformers', or the original one, with the code's own names.
+        like: with the original layout, the folder whose config.json and code are kept; by default the one that the run
+            began with, if it is one and is still there.
         max_shard_bytes: size from which a new file of weights is begun.
 
     Raises:
         FileNotFoundError: if there is no checkpoint, a part of it is missing, or there is no tokenizer.
-        ValueError: if `out` has something in it or cannot be written, or its disk has no room.
+        ValueError: if `out` has something in it or cannot be written, its disk has no room, or the layout cannot hold
+            the model.
         RuntimeError: if a file of the checkpoint is damaged.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: choose one of {', '.join(DTYPES)}")
     folder = Path(out)
-    _check_new(folder)
+    check_new_folder(folder)
     checkpoint = _find_whole(Path(run))
     meta = _read_meta(checkpoint)
     weights = CheckpointWeights(checkpoint, DTYPES[dtype])
@@ -156,21 +166,11 @@ def export_hf_folder(
         raise FileNotFoundError(
             f"There is no folder {str(tokenizer_dir)!r}, the run's tokenizer: give its present place with --tokenizer"
         )
-    _check_room(folder, weights.num_bytes)
-    naming = {"prefix": f"{folder.name}.", "suffix": ".partial", "dir": folder.parent}
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(**naming, ignore_cleanup_errors=True) as beside:  # a name that nobody has
-            partial = Path(beside) / folder.name  # inside, since only its owner can open a temporary folder
-            partial.mkdir()
-            save_hf_folder(model, partial, tokenizer_dir, state_dict=weights, max_shard_bytes=max_shard_bytes)
-            partial.rename(folder)  # replaces an empty folder
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        remedy = "free some space, or choose another disk" if full else "choose another folder"
-        raise ValueError(f"{str(folder)!r} cannot be written ({error}): {remedy}") from error
+    check_room(folder, weights.num_bytes)
+    if like is None and layout == CHAT_MODEL_TYPE:
+        like = _find_origin(meta["config"]["model"]["hf_folder"])
+    options = {"layout": layout, "like": like, "state_dict": weights, "max_shard_bytes": max_shard_bytes}
+    write_whole(folder, lambda partial: save_hf_folder(model, partial, tokenizer_dir, **options))
     return Exported(
         checkpoint=str(checkpoint),
         strategy=meta["config"]["parallel"]["strategy"],
@@ -179,6 +179,8 @@ def export_hf_folder(
         num_params=sum(weights.size(name).numel() for name in weights),
         weight_bytes=weights.num_bytes,
         dtype=str(weights.dtype(next(iter(weights)))).removeprefix("torch."),
+        layout=layout,
+        like=str(like or ""),
     )
 
 
@@ -261,32 +263,19 @@ def _read_shape(checkpoint: Path, meta: Mapping[str, Any]) -> VLMShape:
     return VLMShape(**{**saved, **parts})
 
 
-def _check_new(folder: Path) -> None:
-    """Refuse a folder that has something in it: nothing of a person's is overwritten."""
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{str(folder)!r} is not empty: give a new folder with --out, or empty this one")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is a file: give a new folder with --out")
-
-
-def _check_room(folder: Path, needed_bytes: int) -> None:
-    """Refuse a disk without room for the weights, before anything is written."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes < needed_bytes:
-        raise ValueError(
-            f"{str(folder)!r}: the weights take {show_bytes(needed_bytes)} and its disk has {show_bytes(free_bytes)} "
-            "free: free some, choose another disk with --out, or write half the bytes with --dtype bf16"
-        )
+def _find_origin(hf_folder: str) -> Path | None:
+    """Return the folder that a run began with, where it is in the original layout and is still there."""
+    config = read_hf_config(hf_folder) if hf_folder else None
+    return Path(hf_folder) if config is not None and config.get("model_type") == CHAT_MODEL_TYPE else None
 
 
 def describe(exported: Exported) -> str:
     """Return one line for a person."""
+    code = f"config.json and code of {exported.like}" if exported.like else "a config.json without the original's code"
+    layout = f" ({exported.layout}: {code})" if exported.layout == CHAT_MODEL_TYPE else ""
     return (
         f"{exported.checkpoint}: step {exported.step} of {exported.strategy}, {exported.num_params:,} weights in "
-        f"{exported.dtype}, {show_bytes(exported.weight_bytes)} -> {exported.folder}"
+        f"{exported.dtype}, {show_bytes(exported.weight_bytes)} -> {exported.folder}{layout}"
     )
 
 

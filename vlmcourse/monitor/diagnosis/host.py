@@ -80,7 +80,9 @@ def _loading_fixes(facts: RunFacts, share: float, detail: str) -> list[Fix]:
     if detail == "decode":
         fixes.insert(0, ("decode once and keep tensors or resized images on disk", 0.9 * share))
     if detail == "storage":
-        fixes.insert(0, ("keep the data on a local disk, in few large files (WebDataset shards)", 0.9 * share))
+        fixes.insert(
+            0, ("keep the data on a local disk, in few large files (tar files of many samples each)", 0.9 * share)
+        )
     if detail == "queue":
         fixes.insert(
             0, ("more workers: the queue empties because they make samples slower than steps take them", share)

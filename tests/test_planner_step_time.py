@@ -380,5 +380,12 @@ def test_devices_that_wait_for_python_take_as_long_as_its_launches() -> None:
     assert step.parts["backward"] == pytest.approx(7 * 35, rel=1e-3)
 
 
+def test_on_a_cpu_launches_come_on_top_of_computing() -> None:
+    plain = ideal(fp32()).seconds
+    slow = dataclasses.replace(IDEAL, launch_s=1.0, launches_add=True)
+    step = estimate_step_time(fp32(), TINY, H100X8, IMAGES, device=CORE, speeds=slow, fabric=FREE_FABRIC)
+    assert step.seconds == pytest.approx(plain + 7 * (20 + 35))
+
+
 def test_what_is_lost_beside_sending_counts_for_hidden_time_only() -> None:
     assert exposed_s(4.0, 8.0, 4, 0.5) == pytest.approx(1.0 + 0.5 * 3.0)

@@ -41,6 +41,8 @@ class Speeds:
     lost_fraction: float = 0.47
     """Of the time in which a device sends beside computing, what computing loses: both use its units and its memory."""
     tile: int = TILE
+    launches_add: bool = False
+    """Whether launching takes turns with computing, as on a CPU, rather than running ahead of it."""
 
 
 AMPERE = Speeds(product_fraction=0.77, attention_fraction=0.31)

@@ -138,7 +138,8 @@ def _block_time(
 ) -> LayerTime:
     """Add up products of [rows, inner] with [inner, columns], attention, and elements moved for each row.
 
-    A device that has to wait for Python to launch its next operation takes as long as the launches.
+    A device that has to wait for Python to launch its next operation takes as long as the launches; where launching and
+    computing take turns, both together.
     """
     device, speeds = compute.device, compute.speeds
     forward_s = input_s = weight_s = 0.0
@@ -151,7 +152,10 @@ def _block_time(
     forward_s += of_attention_s + moved_s
     input_s += ATTENTION_BACKWARD * of_attention_s
     input_s += move_s(device, speeds, rows * moved_backward * compute.element_bytes)
-    if rows > 0:
+    if rows > 0 and speeds.launches_add:
+        forward_s += FORWARD_LAUNCHES * speeds.launch_s
+        input_s += BACKWARD_LAUNCHES * speeds.launch_s
+    elif rows > 0:
         forward_s = max(forward_s, FORWARD_LAUNCHES * speeds.launch_s)
         input_s = max(input_s, BACKWARD_LAUNCHES * speeds.launch_s - weight_s)
     return LayerTime(forward_s, input_s, weight_s, moved_s, of_attention_s)

@@ -3,7 +3,7 @@
 Enters: parameters, ranks, ZeRO stage; or a collective, its payload and a `Link`. Leaves: `Traffic`; bytes; seconds.
 Ring algorithms are assumed: a reduce-scatter or an all-gather of S bytes over N ranks sends S (N - 1) / N from each
 rank, in N - 1 messages one after the other; an all-reduce is one of each. Links are measured in `parallel/links.py`.
-Tensor-parallel traffic is left to a later chapter.
+Groups over several nodes, trees and hierarchies are in `fabric.py`, what tensor ranks send in `stage_times.py`.
 """
 
 from __future__ import annotations

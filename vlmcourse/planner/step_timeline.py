@@ -2,7 +2,8 @@
 
 Enters: FLOPs of a rank's step, the speed at which it computes, a `Link`, bytes of gradients. Leaves: `spans.Span`s,
 which the drawing of measured timelines draws too. Loading of samples, the optimizer and Python between operators are
-left out: what a measured step takes longer than this is theirs, and that of every assumption. Chapter 6.
+left out: what a measured step takes longer than this is theirs, and that of every assumption. Chapter 6. Of any plan
+`step_time.py` says what a step takes; this is one bucket after the other, to be set beside a trace.
 
 Gradients are taken to become ready at an even pace during backward, and to be sent in buckets as DDP does: a small
 first one, so that sending begins early, then large ones, one after the other, each when its last gradient is ready.

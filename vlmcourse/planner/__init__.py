@@ -1,11 +1,8 @@
 """Arithmetic before anything runs: how many bytes a plan needs on each rank, and what is wrong with it.
 
-Enters: shapes of a model and of a cluster (`presets.py`) and a `Plan`. Leaves: counts of parameters, bytes by owner,
-traffic, a verdict, how much of the state has to leave the device, and what a step takes. Imports no torch, so it
-answers in a blink on any machine. Chapters 1, 5 and 7.
 Enters: shapes of a model and of a cluster (`presets.py`), a `Plan` or a configuration. Leaves: counts of parameters,
-bytes by owner and moment, traffic, a verdict, and how much of the state has to leave the device. Imports no torch, so
-it answers in a blink on any machine. Chapters 1, 5 and 7.
+bytes by owner and moment, traffic, a verdict, how much of the state has to leave the device, and what a step takes.
+Imports no torch, so it answers in a blink on any machine. Chapters 1, 5 and 7.
 """
 
 from vlmcourse.planner.hardware import DEVICES, DeviceSpec, get_device
@@ -26,10 +23,10 @@ from vlmcourse.planner.recipes import (
 )
 from vlmcourse.planner.run_peak import build_run_load, estimate_run_peak
 from vlmcourse.planner.shapes import TowerParams, count_params
+from vlmcourse.planner.state_bytes import StateBytes, estimate_state_bytes
 from vlmcourse.planner.step_result import StepTime
 from vlmcourse.planner.step_settings import StepSettings
 from vlmcourse.planner.step_time import estimate_step_time
-from vlmcourse.planner.state_bytes import StateBytes, estimate_state_bytes
 from vlmcourse.planner.validate import Problem, Verdict, check_plan
 from vlmcourse.planner.workload import Workload
 

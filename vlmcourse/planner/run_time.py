@@ -10,7 +10,10 @@ import dataclasses
 from functools import lru_cache
 
 from vlmcourse.planner.decoder_run import DecoderRun
+from vlmcourse.planner.efficiency import Speeds
+from vlmcourse.planner.fabric import fabric_of
 from vlmcourse.planner.hardware import DeviceSpec
+from vlmcourse.planner.network import Link
 from vlmcourse.planner.plan import Plan
 from vlmcourse.planner.recipes import PRECISIONS
 from vlmcourse.planner.stages import StageSplit
@@ -25,12 +28,16 @@ NETWORK_BYTES_PER_S = {"h100": 50e9, "h100-96": 50e9, "h200": 50e9}
 """Between nodes, for each device: 400 Gbit/s with Hopper's; 200 with all before."""
 
 
-def estimate_run_time(run: DecoderRun, device: DeviceSpec) -> StepTime:
+def estimate_run_time(
+    run: DecoderRun, device: DeviceSpec, network: Link | None = None, speeds: Speeds | None = None
+) -> StepTime:
     """Estimate one optimizer step of a run.
 
     Args:
         run: the training run.
         device: each rank's.
+        network: between nodes, for each device; None takes what collectives reach of `NETWORK_BYTES_PER_S`.
+        speeds: what the device reaches of its datasheet; None takes what was fitted for it.
 
     Raises:
         ValueError: if the device has no hardware path for the run's type, or no plan describes its recipe.
@@ -50,7 +57,11 @@ def estimate_run_time(run: DecoderRun, device: DeviceSpec) -> StepTime:
         schedule=run.schedule,
         sequence_parallel=run.sequence_parallel,
         cp=run.cp,
-        micro_batch_overhead_s=run.software.micro_batch_s,
+        host_layer_s=run.software.host_layer_s,
+        host_step_layer_s=run.software.host_step_layer_s,
+        shard_copies_per_layer=run.software.shard_copies_per_layer,
+        fused_attention=run.software.fused_attention,
+        blocking_messages=run.software.blocking_messages,
     )
     shape = run.shape
     if run.mlp == "gelu":
@@ -61,11 +72,20 @@ def estimate_run_time(run: DecoderRun, device: DeviceSpec) -> StepTime:
         layers[0] += 2
         layers[-1] += 1
         split = StageSplit(
-            num_vision_layers=0, num_language_layers=run.shape.num_layers, layers_per_stage=tuple(layers)
+            num_vision_layers=0,
+            num_language_layers=run.shape.num_layers,
+            layers_per_stage=tuple(layers),
+            may_be_empty=True,
         )
     workload = Workload(seq_len=run.seq_len, tiles_per_sample=0)
     model = decoder_alone(shape)
-    return estimate_step_time(plan, model, _nodes(device.name, run.num_ranks), workload, settings, split=split)
+    cluster = _nodes(device.name, run.num_ranks)
+    fabric = fabric_of(cluster)
+    if network is not None:
+        fabric = dataclasses.replace(fabric, network=network)
+    return estimate_step_time(
+        plan, model, cluster, workload, settings, split=split, device=device, speeds=speeds, fabric=fabric
+    )
 
 
 def _recipe_of(run: DecoderRun) -> str:

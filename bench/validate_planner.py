@@ -4,8 +4,8 @@
 
 FOLDER holds playbook_h100.csv, llm_foundry.csv and published.csv. Constants of memory are fitted on three of four folds
 of the playbook's (model, GPUs) groups, drawn with a fixed seed, and judged on the fourth. Seconds are fitted without
-one or two numbers of GPUs and judged on these: three without a pipeline (the host's for each layer and micro-batch, and
-for each layer and step, a message's between nodes), one more where a pipeline spans nodes. How fast the GPU computes was
+one or two numbers of GPUs and judged on these: three without a pipeline (of the host a layer and micro-batch, and a
+layer and step, and a message between nodes), one more where a pipeline spans nodes. How fast the GPU computes was
 never fitted to this table. The package has what is found on all rows, rounded. The *form* of all this was found with
 all rows in view, so errors flatter. Nothing was searched for on rows of published.csv, but they were in view when
 torchtitan's bytes of logits were counted, BigScience's fixed bytes and 16-bit gradients chosen, its attention described

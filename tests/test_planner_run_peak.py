@@ -19,7 +19,12 @@ from vlmcourse.planner.layer_kept import LayerBytes, Lying, keep_tower, language
 from vlmcourse.planner.pipeline_held import list_fullest
 from vlmcourse.planner.rank_peak import RankLoad, StageLoad, TowerLoad, find_peak, list_moments, most_stored
 from vlmcourse.planner.run_peak import build_run_load, estimate_run_peak
-from vlmcourse.planner.shapes import count_params
+from vlmcourse.planner.shapes import (
+    count_language_layer_params,
+    count_params,
+    count_projector_params,
+    count_vision_embedding_params,
+)
 from vlmcourse.planner.workload import Workload
 from vlmcourse.presets import get_model
 
@@ -266,6 +271,76 @@ def test_shards_are_gathered_and_whole_gradients_wait_for_the_last_micro_batch()
     total = count_params(SHAPE).total
     assert several.gathered - fsdp.gathered == 2 * total
     assert every.gathered == fsdp.gathered < whole.gathered == 2 * total
+
+
+def test_units_are_gathered_and_their_gradients_exchanged_by_hand() -> None:
+    layer = count_language_layer_params(SHAPE.language)
+    fsdp, whole, frozen, two_ahead = (
+        build_run_load(job_of(8, **settings), 0)
+        for settings in (
+            {"parallel__strategy": "fsdp"},
+            {"parallel__strategy": "zero2"},
+            {"parallel__strategy": "fsdp", "model__freeze": ["vision"]},
+            {"parallel__strategy": "fsdp", "parallel__prefetch": 2},
+        )
+    )
+    language, vision = fsdp.stages[0].towers
+    # Weights of the layer at work and of one fetched ahead, its gradient, and a copy of that in the exchange.
+    assert (language.unit, language.unit_after) == (2 * layer * 3, 2 * layer * 4)
+    assert whole.stages[0].towers[0].unit == 2 * layer
+    assert two_ahead.stages[0].towers[0].unit == 2 * layer * 4
+    assert frozen.stages[0].towers[1].unit == vision.unit * 2 / 3
+    assert frozen.stages[0].towers[1].gradients == 0
+    matrix = SHAPE.language.vocab_size * SHAPE.language.hidden_size
+    assert fsdp.stages[0].head_unit == 2 * matrix * 3
+    root = count_vision_embedding_params(SHAPE.vision) + count_projector_params(SHAPE) + SHAPE.language.hidden_size
+    assert fsdp.gathered == 2 * root
+    assert fsdp.late_gradients == 2 * root + 2 * 2 * matrix
+
+
+def test_state_is_split_over_what_the_strategy_splits_it_over() -> None:
+    alone, zero1, cp, ddp = (
+        build_run_load(job_of(4, **settings), 0)
+        for settings in (
+            {"parallel__strategy": "ddp"},
+            {"parallel__strategy": "zero1"},
+            {"parallel__strategy": "fsdp", "parallel__cp": 2},
+            {"parallel__strategy": "ddp", "train__accumulation_steps": 2},
+        )
+    )
+    assert zero1.optimizer == pytest.approx(alone.optimizer / 4, rel=1e-6)
+    assert (zero1.weights, zero1.gradients) == (alone.weights, alone.gradients)
+    assert cp.weights == pytest.approx(alone.weights / 4, rel=1e-6)  # ranks that share a sequence split state too
+    assert alone.gradients_stay and ddp.gradients_stay and not cp.gradients_stay  # DDP's buckets hold them
+
+
+def test_tensor_parallelism_divides_logits_and_the_projectors_hidden_layer() -> None:
+    one, two = (
+        build_run_load(job_of(2, **settings), 0).stages[0]
+        for settings in ({"parallel__strategy": "ddp"}, {"parallel__tp": 2, "parallel__vision_tp": 1})
+    )
+    words, rows = 4096 * config_of().train.micro_batch_size, 4096 * config_of().train.micro_batch_size
+    per_rank = -(-SHAPE.language.vocab_size // 2)
+    assert one.head_temporary == 8 * words * SHAPE.language.vocab_size
+    assert two.head_temporary == 8 * words * per_rank
+    assert two.head_kept == 4 * words * per_rank + 8 * rows
+    width = SHAPE.language.hidden_size
+    hidden = 6 * config_of().train.micro_batch_size * 256 * width * 2  # before and after GELU, half of each is gone
+    norm = rows * (width * 2 + 4)  # the last norm works on this rank's positions
+    assert one.ends - two.ends == hidden + norm / 2
+
+
+def test_every_rank_of_a_pipeline_has_all_pictures_and_a_buffer_for_each_message() -> None:
+    job = job_of(2, parallel__pp=2, train__accumulation_steps=4)
+    first, last = (build_run_load(job, rank) for rank in (0, 1))
+    size = config_of().train.micro_batch_size
+    pictures = 4 * size * 6 * 3 * 448**2 * 4
+    messages = last.buffers - 2 * pictures
+    assert first.always_stored == pictures and last.always_stored == 0
+    assert first.buffers == pictures + messages
+    is_text = job.split.fusion_stage == 0
+    rows = size * (4096 * SHAPE.language.hidden_size if is_text else 6 * 1025 * SHAPE.vision.hidden_size)
+    assert messages == 4 * rows * 2
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def nanotron(constants: NanotronConstants, *, pp: int, tp: int, num_ranks: int) 
     Gathered inputs of column-parallel products are kept by runs without a pipeline. They are gathered by asynchronous
     collectives, whose tensors PyTorch's allocator gives away anew only when the device is seen to be done with them; a
     host that runs ahead of its device allocates the next before. Between stages of a pipeline nanotron sends the shapes
-    of tensors first, and the host waits for them with every micro-batch. This is why the rule is taken to hold; that
-    it does for most rows is read off the table, and where hosts were slow it fails: the table has pairs of nearly equal
+    of tensors first, and the host waits for them with every micro-batch. This is why the rule is taken to hold; that it
+    does for most rows is read off the table, and where hosts were slow it fails: the table has pairs of nearly equal
     plans on both sides.
 
     Its Python launches layers more slowly than an H100 computes small ones. Where a pipeline of tensor ranks spans
@@ -57,6 +57,9 @@ def nanotron(constants: NanotronConstants, *, pp: int, tp: int, num_ranks: int) 
     2, 4, 8 and 16 of them fit one line and large micro-batches hide it; why is not known. Its messages between stages
     block: a stage sends, then receives, on the stream that computes, with shapes ahead that the host waits for. Weights
     of ZeRO-1 are gathered into a tensor of its own for each rank's part of each of a layer's six matrices and norms.
+
+    Source: nanotron's parallel/pipeline_parallel/p2p.py (metadata is read on the host; messages),
+    parallel/tensor_parallel/functional.py (asynchronous all-gathers), distributed.py (`all_gather_coalesced`).
 
     Args:
         constants: what is fitted.

@@ -8,7 +8,7 @@ import pytest
 
 from vlmcourse.planner.decoder_run import DecoderRun, Software
 from vlmcourse.planner.efficiency import Speeds, measured_speeds
-from vlmcourse.planner.figure_software import NanotronConstants, nanotron
+from vlmcourse.planner.figure_software import MEGATRON_DEEPSPEED, NanotronConstants, nanotron
 from vlmcourse.planner.hardware import get_device
 from vlmcourse.planner.layer_times import BACKWARD_LAUNCHES, FORWARD_LAUNCHES, Compute, language_layer_time
 from vlmcourse.planner.network import Link
@@ -29,6 +29,7 @@ PLAIN = Software(name="plain", head_bytes=10.0)
 RUN = DecoderRun(
     shape=SHAPE, precision=PRECISIONS["bf16_mixed"], software=PLAIN, seq_len=2048, grad_accum_steps=2, tp=1
 )
+SLOW_SPEEDS = Speeds(product_fraction=0.3, attention_fraction=0.1, memory_fraction=0.1)
 SLOW_MESSAGES = Link(latency_s=1.0, bytes_per_s=float("inf"))
 
 
@@ -63,6 +64,41 @@ def test_a_run_takes_what_the_plan_of_the_same_words_takes() -> None:
     found = estimate_run_time(run, H100)
     assert found.seconds == step.seconds
     assert found.tokens_per_s_per_device == pytest.approx(run.step_tokens / 8 / step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "of_settings"),
+    [
+        ({"recompute": "none", "cp": 2}, StepSettings(cp=2)),
+        ({"recompute": "selective"}, StepSettings()),
+        ({"pp": 2, "schedule": "gpipe"}, StepSettings(schedule="gpipe")),
+        ({"tp": 2, "sequence_parallel": False}, StepSettings(sequence_parallel=False)),
+    ],
+)
+def test_each_word_of_a_run_is_that_of_a_plan(of_run: dict[str, object], of_settings: StepSettings) -> None:
+    run = change(grad_accum_steps=4, micro_batch_size=2, host_layer_s=0.01, **of_run)
+    plan = Plan(
+        tp=run.tp,
+        pp=run.pp,
+        precision="bf16_mixed",
+        activation_checkpointing=False,
+        recompute_language="selective" if run.recompute == "selective" else "",
+        micro_batch_size=2,
+    )
+    layers = [2 + run.layers_of_stages()[0], *run.layers_of_stages()[1:]]
+    layers[-1] += 1
+    split = StageSplit(num_vision_layers=0, num_language_layers=4, layers_per_stage=tuple(layers))
+    step = estimate_step_time(
+        plan,
+        decoder_alone(SHAPE),
+        get_cluster("h100x8"),
+        Workload(seq_len=2048, tiles_per_sample=0),
+        dataclasses.replace(of_settings, grad_accum_steps=4, host_layer_s=0.01),
+        split=split if run.pp > 1 else None,
+        speeds=SLOW_SPEEDS,
+    )
+    assert estimate_run_time(run, H100, speeds=SLOW_SPEEDS).seconds == step.seconds
+    assert step.seconds != estimate_run_time(run, H100).seconds
 
 
 def test_a_gelu_mlp_takes_as_long_as_a_gated_one_of_its_flops() -> None:
@@ -166,11 +202,21 @@ def test_attention_that_writes_scores_moves_them_in_every_product_and_pass() -> 
     assert written.attention_s == pytest.approx(2 * fused.attention_s, rel=1e-3)
 
 
+def test_megatron_writes_scores_and_blocks() -> None:
+    assert not MEGATRON_DEEPSPEED.fused_attention and MEGATRON_DEEPSPEED.blocking_messages
+    run = change(micro_batch_size=4)
+    with_scores = estimate_run_time(change(run, fused_attention=False), H100).seconds
+    assert with_scores > estimate_run_time(run, H100).seconds
+
+
 def test_nanotrons_host_is_slower_where_a_pipeline_of_tensor_ranks_spans_nodes() -> None:
     constants = NanotronConstants(host_layer_s=0.004, host_rank_s=0.002)
 
     def host_s(pp: int, tp: int, num_ranks: int) -> float:
         return nanotron(constants, pp=pp, tp=tp, num_ranks=num_ranks).host_layer_s
 
+    software = nanotron(constants, pp=1, tp=2, num_ranks=8)
+    assert (software.blocking_messages, software.shard_copies_per_layer) == (True, 6)
+    assert software.host_step_layer_s == constants.host_step_layer_s > 0
     assert host_s(2, 4, 16) == pytest.approx(0.004 + 4 * 0.002)
     assert host_s(1, 8, 16) == host_s(2, 1, 16) == host_s(2, 4, 8) == 0.004

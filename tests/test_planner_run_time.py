@@ -76,7 +76,7 @@ def test_a_run_takes_what_the_plan_of_the_same_words_takes() -> None:
     ],
 )
 def test_each_word_of_a_run_is_that_of_a_plan(of_run: dict[str, object], of_settings: StepSettings) -> None:
-    run = change(grad_accum_steps=4, micro_batch_size=2, host_layer_s=0.01, **of_run)
+    run = change(RUN, grad_accum_steps=4, micro_batch_size=2, host_layer_s=0.01, **of_run)
     plan = Plan(
         tp=run.tp,
         pp=run.pp,

@@ -54,9 +54,10 @@ def nanotron(constants: NanotronConstants, *, pp: int, tp: int, num_ranks: int) 
 
     Its Python launches layers more slowly than an H100 computes small ones. Where a pipeline of tensor ranks spans
     nodes, host seconds of a layer are several times as many, and grow with the tensor ranks: read off the table, where
-    2, 4, 8 and 16 of them fit one line and large micro-batches hide it; why is not known. Its messages between stages
-    block: a stage sends, then receives, on the stream that computes, with shapes ahead that the host waits for. Weights
-    of ZeRO-1 are gathered into a tensor of its own for each rank's part of each of a layer's six matrices and norms.
+    2, 4, 8 and 16 of them fit one line (32 take about twice as long) and large micro-batches hide it; why is not known.
+    Its messages between stages block: a stage sends, then receives, on the stream that computes, with shapes ahead that
+    the host waits for. Weights of ZeRO-1 are gathered into a buffer of its own for each rank, from which each rank's
+    part of each of a layer's six matrices and norms is copied.
 
     Source: nanotron's parallel/pipeline_parallel/p2p.py (metadata is read on the host; messages),
     parallel/tensor_parallel/functional.py (asynchronous all-gathers), distributed.py (`all_gather_coalesced`).

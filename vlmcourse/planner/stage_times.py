@@ -107,16 +107,7 @@ def _stage_cost(
     plan, model, compute = ranks.plan, ranks.model, ranks.compute
     tokens, tiles = ranks.num_tokens, ranks.num_tiles
     trains = {tower: tower not in plan.frozen for tower in ("vision", "projector", "language")}
-    pairs = plan.micro_batch_size * float(ranks.workload.seq_len) ** 2 / ranks.settings.cp
-    language = language_layer_time(
-        model.language,
-        compute,
-        tokens,
-        pairs,
-        plan.tp,
-        ranks.settings.sequence_parallel,
-        fused_attention=ranks.settings.fused_attention,
-    )
+    language = _language_time(ranks)
     vision = vision_layer_time(model.vision, compute, tiles, plan.vision_tp) if vision_blocks else LayerTime()
     parts: list[tuple[LayerTime, int, str]] = [
         (vision, vision_blocks, "vision"),
@@ -149,7 +140,7 @@ def _stage_cost(
     beside_s = forward_s + tensor_s[0] + context_s[0], input_s + weight_s + recompute_s + tensor_s[1] + context_s[1]
     shard_s = _shard_s(ranks, held, trained, beside_s, units)
     device_s = beside_s[0] + shard_s[0], beside_s[1] + shard_s[1]
-    num_blocks = vision_blocks + language_blocks, sum(whole for whole, _ in again.values())
+    again_whole = sum(whole for whole, _ in again.values())
     return StageCost(
         forward_s,
         input_s,
@@ -161,7 +152,21 @@ def _stage_cost(
         units,
         trained,
         sum(held.values()),
-        _overhead_s(ranks.settings, device_s, *num_blocks),
+        _overhead_s(ranks.settings, device_s, vision_blocks + language_blocks, again_whole),
+    )
+
+
+def _language_time(ranks: Ranks) -> LayerTime:
+    """Return the time of one block of the language tower."""
+    settings = ranks.settings
+    return language_layer_time(
+        ranks.model.language,
+        ranks.compute,
+        ranks.num_tokens,
+        ranks.plan.micro_batch_size * float(ranks.workload.seq_len) ** 2 / settings.cp,
+        ranks.plan.tp,
+        settings.sequence_parallel,
+        fused_attention=settings.fused_attention,
     )
 
 

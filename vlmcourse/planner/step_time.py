@@ -5,9 +5,9 @@ tokens a second, MFU, cost and energy of a million samples, a timeline to draw. 
 
 All is arithmetic and a simulation of the pipeline's order (`timeline.py`); what is reached of datasheets is in
 `efficiency.py` and `fabric.py`. Taken to be so: ranks of one stage are equally fast and have equal samples; loading
-samples is never waited for; computing is not slowed down by what is sent meanwhile; gradients of ZeRO-0 and 1 travel
-beside the last micro-batch's backward, in buckets; then the optimizer steps, and where it is sharded with whole weights
-(ZeRO-1 and 2) these are gathered; nothing hides these two.
+samples is never waited for, a host only if settings say how long it takes; computing is not slowed down by what is sent
+meanwhile; gradients of ZeRO-0 and 1 travel beside the last micro-batch's backward, in buckets; then the optimizer
+steps, and where it is sharded with whole weights (ZeRO-1 and 2) these are gathered; nothing hides these two.
 """
 
 from __future__ import annotations

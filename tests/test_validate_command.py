@@ -18,6 +18,7 @@ from vlmcourse.planner.figure_check import (
 )
 from vlmcourse.planner.figure_rows import read_figures
 from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman, percentile, spearman
+from vlmcourse.planner.run_time import estimate_run_time
 
 PLAYBOOK = "model,nodes,gpus,micro_batch,grad_accum,global_batch_seqs,dp,pp,tp,zero_stage,mfu_pct,tokens_s_gpu,\
 peak_gpu_mem_gb,status"
@@ -141,6 +142,19 @@ def test_published_speeds_come_from_tokens_or_steps_or_mfu(tmp_path: Path) -> No
     # 6 x 7.5e9 (without the embedding) + 12 x 32 x 4096 x 8192 FLOPs a token, at 0.4 x 989.5e12.
     assert from_mfu.tokens_per_s == pytest.approx(0.4 * 989.5e12 / (6 * 7.505e9 + 12.885e9), rel=1e-3)
     assert "no peak memory" in silent.reason
+
+
+def test_predicted_speeds_are_of_one_gpu_on_the_networks_that_tables_were_made_with(tmp_path: Path) -> None:
+    (playbook,) = read_figures(write(tmp_path / "a.csv", PLAYBOOK, "8B,2,16,2,16,128,1,1,16,1,30,9000,50.0,ok"))
+    changes = {"group": "BigScience 3D sweep", "n_gpus": "16", "dp": "16", "gpu": "A100 80GB"}
+    hosted, plain = read_figures(
+        write(tmp_path / "b.csv", PUBLISHED, published(**changes), published(**changes | {"group": "x"}))
+    )
+    for row, slower in ((playbook, True), (hosted, True), (plain, False)):
+        assert row.run is not None and row.device is not None
+        step = estimate_run_time(row.run, row.device, row.network)
+        assert predict_tokens_per_s(row) == pytest.approx(row.run.step_tokens / row.run.num_ranks / step.seconds)
+        assert (step.seconds > 1.05 * estimate_run_time(row.run, row.device).seconds) == slower
 
 
 def test_predictions_grow_with_what_they_should(tmp_path: Path) -> None:

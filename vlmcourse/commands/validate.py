@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 INTRODUCTION = """\
-Errors are |predicted / measured - 1|; n/a: no such figures. Tokens/s is a roofline's (planner/roofline.py).
+Errors are |predicted / measured - 1|; n/a: no such figures. Tokens/s are of planner/step_time.py, as every plan's are.
 Some constants were fitted to the playbook's and llm-foundry's tables, so errors on those flatter the planner;
 bench/validate_planner.md has the errors on rows that were held back. The interval goes from a peak in which no gathered
 input of a tensor-parallel product is kept, less 5 %, to one in which all are, plus 5 %: tables mix such runs.

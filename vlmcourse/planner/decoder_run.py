@@ -1,7 +1,7 @@
 """One training run of a decoder as published tables describe it: shape, degrees, recipe, and what the software keeps.
 
 Enters: numbers from a paper, a benchmark's table or a person. Leaves: a `DecoderRun`, which `peak.py` turns into bytes
-and `roofline.py` into seconds. A `Plan` says how this package trains a vision-language model; a run describes what
+and `run_time.py` into seconds. A `Plan` says how this package trains a vision-language model; a run describes what
 others trained, with sequence and context parallelism, a schedule, and the habits of their framework.
 """
 
@@ -38,10 +38,16 @@ class Software:
     """Whether the two column-parallel products of a layer keep their gathered input, not their own part of it."""
     fixed_bytes: int = 0
     """Workspaces that do not grow with the run."""
-    layer_s: float = 0.0005
-    """Seconds of a layer, forward and backward, that no size makes less: kernels launched from Python."""
-    micro_batch_s: float = 0.0
-    """Seconds of each micro-batch, at every stage, that no size and no degree makes less."""
+    host_layer_s: float = 0.0
+    """Seconds in which Python launches a layer, forward and backward; it runs ahead of the device."""
+    host_step_layer_s: float = 0.0
+    """Seconds of Python once a step for each layer, the embedding and the output, after the last backward."""
+    shard_copies_per_layer: int = 0
+    """Tensors of a layer of which each rank's part is copied by itself after ZeRO-1 has gathered weights."""
+    fused_attention: bool = True
+    """Whether scores of all pairs of positions are never written to memory."""
+    blocking_messages: bool = False
+    """Whether a message between pipeline stages takes the time of both its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,15 @@ class DecoderRun:
         """Weights of the whole model."""
         copies = 1 if self.shape.tied_embeddings else 2
         return self.shape.num_layers * self.layer_params + copies * self.vocab_params
+
+    @property
+    def model_flops_per_token(self) -> float:
+        """FLOPs of forward and backward for one token, attention counted in full: 6 N + 12 L h s, N but the embedding.
+
+        Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        """
+        weights = self.shape.num_layers * self.layer_params + self.vocab_params
+        return 6.0 * weights + 12.0 * self.shape.num_layers * self.shape.hidden_size * self.seq_len
 
     def layers_of_stages(self) -> tuple[int, ...]:
         """Layers of each stage, where stages are cut by the cost of their products, the output matrix counted.

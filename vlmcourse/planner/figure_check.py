@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from vlmcourse.planner.figure_scores import error_summary, mean_regret_pct, mean_spearman
 from vlmcourse.planner.figure_values import FigureRow
 from vlmcourse.planner.peak import estimate_peak
-from vlmcourse.planner.roofline import estimate_tokens_per_s
+from vlmcourse.planner.run_time import estimate_run_time
 
 KEYS = (
     "name",
@@ -84,7 +84,7 @@ def predict_tokens_per_s(row: FigureRow) -> float | None:
     """Predict tokens a second of one GPU; None for a row that cannot be described."""
     if row.run is None or row.device is None:
         return None
-    return estimate_tokens_per_s(row.run, row.device)
+    return estimate_run_time(row.run, row.device, row.network).tokens_per_s_per_device
 
 
 def group_rows(rows: Sequence[FigureRow]) -> list[Group]:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping
 
 from vlmcourse.planner.decoder_run import DecoderRun, Software
-from vlmcourse.planner.figure_software import MEGATRON_DEEPSPEED, TORCHTITAN
+from vlmcourse.planner.figure_software import JEAN_ZAY, MEGATRON_DEEPSPEED, TORCHTITAN
 from vlmcourse.planner.figure_values import FigureRow, Skip, count_of, device_of, number_of
 from vlmcourse.planner.hardware import DeviceSpec
 from vlmcourse.planner.recipes import PRECISIONS, Precision
-from vlmcourse.planner.roofline import model_flops_per_token
 from vlmcourse.presets import LanguageShape
 
 HEAD_WIDTH = 128
@@ -42,6 +41,7 @@ def read_published(row: Mapping[str, str]) -> FigureRow:
         device=device,
         memory_bytes=_memory_bytes(row),
         tokens_per_s=_tokens_per_s(row, run, device),
+        network=JEAN_ZAY if row["group"].startswith("BigScience") else None,
     )
 
 
@@ -165,5 +165,5 @@ def _tokens_per_s(row: Mapping[str, str], run: DecoderRun, device: DeviceSpec) -
         return run.step_tokens / run.num_ranks / step_s
     if mfu_pct:
         peak = device.peak_flop_per_s(run.precision.compute_dtype)
-        return mfu_pct / 100 * peak / model_flops_per_token(run)
+        return mfu_pct / 100 * peak / run.model_flops_per_token
     return None

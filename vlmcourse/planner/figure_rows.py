@@ -54,7 +54,7 @@ def playbook_run(row: Mapping[str, str], constants: NanotronConstants | None = N
             tied_embeddings=tied,
         ),
         precision=PRECISIONS["bf16_fp32_grads"],
-        software=nanotron(constants or NanotronConstants(), pp=pp),
+        software=nanotron(constants or NanotronConstants(), pp=pp, tp=tp, num_ranks=dp * tp * pp),
         seq_len=PLAYBOOK_SEQ_LEN,
         dp=dp,
         tp=tp,
@@ -82,6 +82,7 @@ def _read_playbook(row: Mapping[str, str]) -> FigureRow:
         memory_bytes=memory_gib * GIB if memory_gib else None,  # the table's "GB" are GiB: nanotron divides by 1024^3
         stage=0,  # world rank 0 writes the table, and it stands on the first stage
         tokens_per_s=tokens_per_s,
+        network=NanotronConstants().network,
     )
 
 

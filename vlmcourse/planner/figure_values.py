@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vlmcourse.planner.decoder_run import DecoderRun
 from vlmcourse.planner.hardware import DEVICES, DeviceSpec
+from vlmcourse.planner.network import Link
 
 
 class Skip(ValueError):
@@ -35,6 +36,8 @@ class FigureRow:
     """On which pipeline stage that rank stands; None is the fullest."""
     tokens_per_s: float | None = None
     """Of one GPU."""
+    network: Link | None = None
+    """Between nodes, where it was fitted for this table; None is what the device's machines have on paper."""
 
 
 def number_of(row: Mapping[str, str], column: str) -> float | None:
@@ -78,7 +81,7 @@ def count_of(row: Mapping[str, str], column: str, least: int = 1, default: int |
 
 
 DEVICE_PATTERNS = (
-    # The 96 GB variant computes as the other; its slower memory matters little to a roofline of products.
+    # The 96 GB variant computes as the other; its slower memory matters little to products.
     (r"h100", "h100"),
     (r"h200", "h200"),
     (r"a100.*40", "a100-40"),

@@ -58,7 +58,14 @@ class Compute:
 
 @lru_cache(maxsize=4096)
 def language_layer_time(
-    shape: LanguageShape, compute: Compute, num_tokens: float, num_pairs: float, tp: int, sequence_parallel: bool
+    shape: LanguageShape,
+    compute: Compute,
+    num_tokens: float,
+    num_pairs: float,
+    tp: int,
+    sequence_parallel: bool,
+    *,
+    fused_attention: bool = True,
 ) -> LayerTime:
     """Estimate one block of the language tower.
 
@@ -69,6 +76,7 @@ def language_layer_time(
         num_pairs: pairs of positions of all sequences, those under the mask too, divided by context ranks.
         tp: ranks that split each matrix.
         sequence_parallel: whether they split norms and residuals too.
+        fused_attention: whether scores stay on the chip; else they are written and read, those under the mask too.
     """
     width, mlp = shape.hidden_size, shape.mlp_size
     kv_width = width // shape.num_heads * shape.num_kv_heads
@@ -82,8 +90,11 @@ def language_layer_time(
     # and keys; the gate reads two hidden layers and writes one.
     whole = 10 * width / (tp if sequence_parallel else 1)
     split = (2 * width + 2 * kv_width + 3 * mlp) / tp
-    flops = 4 * CAUSAL_FRACTION * num_pairs * width / tp
-    return _block_time(compute, num_tokens, products, whole + split, whole + split + 2 * mlp / tp, flops)
+    if fused_attention:
+        attention = _fused_attention_s(compute, 4 * CAUSAL_FRACTION * num_pairs * width / tp)
+    else:
+        attention = _written_attention_s(compute, shape, num_tokens, num_pairs, tp)
+    return _block_time(compute, num_tokens, products, whole + split, whole + split + 2 * mlp / tp, attention)
 
 
 @lru_cache(maxsize=4096)
@@ -94,8 +105,8 @@ def vision_layer_time(shape: VisionShape, compute: Compute, num_tiles: float, tp
     # Norms, biases and scales with their residuals; queries and keys once more where they are normalised.
     moved = 14 * width + (4 * width / tp if shape.qk_norm else 0) + 2 * mlp / tp
     positions = 1 + shape.num_patches
-    flops = 4 * num_tiles * positions**2 * width / tp
-    return _block_time(compute, num_tiles * positions, products, moved, moved + mlp / tp, flops)
+    attention = _fused_attention_s(compute, 4 * num_tiles * positions**2 * width / tp)
+    return _block_time(compute, num_tiles * positions, products, moved, moved + mlp / tp, attention)
 
 
 @lru_cache(maxsize=4096)
@@ -111,16 +122,14 @@ def projector_time(shape: VLMShape, compute: Compute, num_tiles: float) -> Layer
     """Estimate the projector, which is never split: pixel shuffle, norm, two products."""
     wide, width = round(shape.vision.hidden_size / shape.pixel_shuffle_fraction**2), shape.language.hidden_size
     rows = num_tiles * shape.num_visual_tokens_per_tile
-    return _block_time(compute, rows, ((wide, width), (width, width)), 4 * wide + 4 * width, 4 * wide + 4 * width, 0.0)
+    return _block_time(compute, rows, ((wide, width), (width, width)), 4 * wide + 4 * width, 4 * wide + 4 * width)
 
 
 @lru_cache(maxsize=4096)
 def head_time(shape: LanguageShape, compute: Compute, num_tokens: float, tp: int) -> LayerTime:
     """Estimate the final norm, the output matrix and the loss over all positions."""
     words = shape.vocab_size / tp
-    time = _block_time(
-        compute, num_tokens, ((shape.hidden_size, words),), 2 * shape.hidden_size, 3 * shape.hidden_size, 0.0
-    )
+    time = _block_time(compute, num_tokens, ((shape.hidden_size, words),), 2 * shape.hidden_size, 3 * shape.hidden_size)
     logits = num_tokens * words
     return time._replace(
         forward_s=time.forward_s + move_s(compute.device, compute.speeds, LOSS_BYTES_FORWARD * logits),
@@ -134,7 +143,7 @@ def _block_time(
     products: Iterable[tuple[float, float]],
     moved_forward: float,
     moved_backward: float,
-    attention_flops: float,
+    of_attention_s: tuple[float, float] = (0.0, 0.0),
 ) -> LayerTime:
     """Add up products of [rows, inner] with [inner, columns], attention, and elements moved for each row.
 
@@ -147,10 +156,9 @@ def _block_time(
         forward_s += _product(compute, rows, inner, columns)
         input_s += _product(compute, rows, columns, inner)
         weight_s += _product(compute, inner, rows, columns)
-    of_attention_s = attention_s(device, speeds, compute.dtype, attention_flops)
     moved_s = move_s(device, speeds, rows * moved_forward * compute.element_bytes)
-    forward_s += of_attention_s + moved_s
-    input_s += ATTENTION_BACKWARD * of_attention_s
+    forward_s += of_attention_s[0] + moved_s
+    input_s += of_attention_s[1]
     input_s += move_s(device, speeds, rows * moved_backward * compute.element_bytes)
     if rows > 0 and speeds.launches_add:
         forward_s += FORWARD_LAUNCHES * speeds.launch_s
@@ -158,7 +166,28 @@ def _block_time(
     elif rows > 0:
         forward_s = max(forward_s, FORWARD_LAUNCHES * speeds.launch_s)
         input_s = max(input_s, BACKWARD_LAUNCHES * speeds.launch_s - weight_s)
-    return LayerTime(forward_s, input_s, weight_s, moved_s, of_attention_s)
+    return LayerTime(forward_s, input_s, weight_s, moved_s, of_attention_s[0])
+
+
+def _fused_attention_s(compute: Compute, flops: float) -> tuple[float, float]:
+    """Forward and backward of attention that keeps scores on the chip."""
+    forward_s = attention_s(compute.device, compute.speeds, compute.dtype, flops)
+    return forward_s, ATTENTION_BACKWARD * forward_s
+
+
+def _written_attention_s(
+    compute: Compute, shape: LanguageShape, num_tokens: float, num_pairs: float, tp: int
+) -> tuple[float, float]:
+    """Forward and backward of attention as products and a softmax that write and read scores of all pairs.
+
+    Forward is two products, the softmax reads and writes; backward is four products, the softmax reads two, writes one.
+    """
+    positions, width = num_pairs / num_tokens, shape.hidden_size / shape.num_heads
+    rows = num_tokens * shape.num_heads / tp
+    scores = _product(compute, rows, width, positions)
+    values = _product(compute, rows, positions, width)
+    pass_s = move_s(compute.device, compute.speeds, rows * positions * compute.element_bytes)
+    return scores + values + 2 * pass_s, scores + 3 * values + 3 * pass_s
 
 
 def _product(compute: Compute, rows: float, inner: float, columns: float) -> float:

@@ -17,6 +17,8 @@ from functools import lru_cache
 from vlmcourse.planner.context_traffic import estimate_attention_traffic
 from vlmcourse.planner.fabric import exposed_s, group_of
 from vlmcourse.planner.layer_times import (
+    BACKWARD_LAUNCHES,
+    FORWARD_LAUNCHES,
     LayerTime,
     head_time,
     language_layer_time,
@@ -26,7 +28,7 @@ from vlmcourse.planner.layer_times import (
 )
 from vlmcourse.planner.stage_params import count_local, list_units
 from vlmcourse.planner.stages import StageSplit
-from vlmcourse.planner.step_settings import Ranks
+from vlmcourse.planner.step_settings import Ranks, StepSettings
 from vlmcourse.recompute import plan_segments
 
 
@@ -53,18 +55,19 @@ class StageCost:
     """That this rank's data-parallel group holds, before any sharding."""
     all_params: int
 
-    overhead_s: float = 0.0
-    """Of `StepSettings.micro_batch_overhead_s`, in forward."""
+    overhead_s: tuple[float, float] = (0.0, 0.0)
+    """`StepSettings.micro_batch_overhead_s`, and what the host's launching takes longer than all that it launches."""
 
     @property
     def forward_total_s(self) -> float:
         """Seconds of a forward."""
-        return self.overhead_s + self.forward_s + self.tensor_s[0] + self.context_s[0] + self.shard_s[0]
+        return self.overhead_s[0] + self.forward_s + self.tensor_s[0] + self.context_s[0] + self.shard_s[0]
 
     @property
     def input_total_s(self) -> float:
         """Seconds of a backward without the gradients of weights."""
-        return self.input_s + self.recompute_s + self.tensor_s[1] + self.context_s[1] + self.shard_s[1]
+        added_s = self.tensor_s[1] + self.context_s[1] + self.shard_s[1]
+        return self.overhead_s[1] + self.input_s + self.recompute_s + added_s
 
 
 def stage_costs(ranks: Ranks, split: StageSplit) -> list[StageCost]:
@@ -104,8 +107,7 @@ def _stage_cost(
     plan, model, compute = ranks.plan, ranks.model, ranks.compute
     tokens, tiles = ranks.num_tokens, ranks.num_tiles
     trains = {tower: tower not in plan.frozen for tower in ("vision", "projector", "language")}
-    pairs = plan.micro_batch_size * float(ranks.workload.seq_len) ** 2 / ranks.settings.cp
-    language = language_layer_time(model.language, compute, tokens, pairs, plan.tp, ranks.settings.sequence_parallel)
+    language = _language_time(ranks)
     vision = vision_layer_time(model.vision, compute, tiles, plan.vision_tp) if vision_blocks else LayerTime()
     parts: list[tuple[LayerTime, int, str]] = [
         (vision, vision_blocks, "vision"),
@@ -136,6 +138,9 @@ def _stage_cost(
     units = max(1, vision_blocks + language_blocks + has_fusion + has_head)
     trained = sum(num for tower, num in held.items() if trains[tower])
     beside_s = forward_s + tensor_s[0] + context_s[0], input_s + weight_s + recompute_s + tensor_s[1] + context_s[1]
+    shard_s = _shard_s(ranks, held, trained, beside_s, units)
+    device_s = beside_s[0] + shard_s[0], beside_s[1] + shard_s[1]
+    again_whole = sum(whole for whole, _ in again.values())
     return StageCost(
         forward_s,
         input_s,
@@ -143,12 +148,39 @@ def _stage_cost(
         recompute_s,
         tensor_s,
         context_s,
-        _shard_s(ranks, held, trained, beside_s, units),
+        shard_s,
         units,
         trained,
         sum(held.values()),
-        ranks.settings.micro_batch_overhead_s,
+        _overhead_s(ranks.settings, device_s, vision_blocks + language_blocks, again_whole),
     )
+
+
+def _language_time(ranks: Ranks) -> LayerTime:
+    """Return the time of one block of the language tower."""
+    settings = ranks.settings
+    return language_layer_time(
+        ranks.model.language,
+        ranks.compute,
+        ranks.num_tokens,
+        ranks.plan.micro_batch_size * float(ranks.workload.seq_len) ** 2 / settings.cp,
+        ranks.plan.tp,
+        settings.sequence_parallel,
+        fused_attention=settings.fused_attention,
+    )
+
+
+def _overhead_s(
+    settings: StepSettings, device_s: tuple[float, float], num_blocks: int, num_again: int
+) -> tuple[float, float]:
+    """Return what the host adds to a forward and a backward that take the device so long.
+
+    It launches what is recomputed again. Forward's share of its seconds is that of forward's operations.
+    """
+    share = FORWARD_LAUNCHES / (FORWARD_LAUNCHES + BACKWARD_LAUNCHES)
+    forward_s = share * settings.host_layer_s * num_blocks
+    backward_s = settings.host_layer_s * ((1 - share) * num_blocks + share * num_again)
+    return settings.micro_batch_overhead_s + max(0.0, forward_s - device_s[0]), max(0.0, backward_s - device_s[1])
 
 
 @lru_cache(maxsize=1024)

@@ -25,9 +25,12 @@ class StageSplit:
     num_language_layers: int
     layers_per_stage: tuple[int, ...]
     """How many layers each stage has, first stage first; see the module's docstring for what counts as a layer."""
+    may_be_empty: bool = False
+    """Whether a stage may have no layer and pass on what it gets, as in others' runs; this package's have one each."""
 
     def __post_init__(self) -> None:
-        if min(self.layers_per_stage, default=0) < 1 or sum(self.layers_per_stage) != self.num_layers:
+        fewest = min(self.layers_per_stage, default=-1)
+        if fewest < (0 if self.may_be_empty else 1) or sum(self.layers_per_stage) != self.num_layers:
             raise ValueError(
                 f"layers_per_stage = {self.layers_per_stage}: each stage needs a layer, and together they must be the "
                 f"{self.num_layers} layers (patches, {self.num_vision_layers} vision blocks, fusion, "

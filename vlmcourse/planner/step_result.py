@@ -24,7 +24,8 @@ PARTS = (
     "optimizer",
     "waiting",
 )
-"""What the seconds of a rank are spent on, `waiting` for other stages of the pipeline and their messages."""
+"""What the seconds of a rank are spent on: `overhead` where a host launches more slowly than its device computes or
+nothing hides it, `waiting` for other stages of the pipeline and their messages."""
 
 
 @dataclass(frozen=True, kw_only=True)

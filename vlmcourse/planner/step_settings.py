@@ -33,7 +33,19 @@ class StepSettings:
     gradient_sync: str = "every"
     """With which micro-batches ZeRO-2 and 3 scatter gradients: every (as the plan's memory counts them) or last."""
     micro_batch_overhead_s: float = 0.0
-    """Seconds of each micro-batch on each stage beside all else, such as a host that is slow to launch; measured."""
+    """Seconds of each micro-batch on each stage beside all else, which nothing hides; measured."""
+    host_layer_s: float = 0.0
+    """Seconds in which the host gets one block's operations going, forward and backward: it runs ahead of its device,
+    so a stage takes the longer of launching and computing. 0 leaves it to `Speeds.launch_s`."""
+    host_step_layer_s: float = 0.0
+    """Seconds of the host for each block, the embedding and the output once a step, when all backwards are done: norm,
+    update, zeroing. A stage takes the longer of these and of the update on its device."""
+    shard_copies_per_layer: int = 0
+    """Tensors of a block of which ZeRO-1 and 2 copy each rank's part by itself after gathering; 0 gathers in place."""
+    fused_attention: bool = True
+    """Of the language tower: whether scores of all pairs of positions are never written to memory."""
+    blocking_messages: bool = False
+    """Whether a message between stages takes the time of both its ranks, rather than travel while they compute."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -41,8 +53,16 @@ class StepSettings:
             for name in ("grad_accum_steps", "cp")
             if getattr(self, name) < 1
         ]
-        if not self.micro_batch_overhead_s >= 0:
-            wrong.append(f"micro_batch_overhead_s = {self.micro_batch_overhead_s}: must be 0 or more")
+        wrong += [
+            f"{name} = {getattr(self, name)}: must be 0 or more"
+            for name in (
+                "micro_batch_overhead_s",
+                "host_layer_s",
+                "host_step_layer_s",
+                "shard_copies_per_layer",
+            )
+            if not getattr(self, name) >= 0
+        ]
         if self.gradient_sync not in ("every", "last"):
             wrong.append(f"gradient_sync = {self.gradient_sync!r}: choose every or last")
         if wrong:

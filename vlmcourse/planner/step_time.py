@@ -5,15 +5,17 @@ tokens a second, MFU, cost and energy of a million samples, a timeline to draw. 
 
 All is arithmetic and a simulation of the pipeline's order (`timeline.py`); what is reached of datasheets is in
 `efficiency.py` and `fabric.py`. Taken to be so: ranks of one stage are equally fast and have equal samples; loading
-samples is never waited for; computing is not slowed down by what is sent meanwhile; gradients of ZeRO-0 and 1 travel
-beside the last micro-batch's backward, in buckets; then the optimizer steps, and where it is sharded with whole weights
-(ZeRO-1 and 2) these are gathered; nothing hides these two.
+samples is never waited for, a host only if settings say how long it takes; computing is not slowed down by what is sent
+meanwhile; gradients of ZeRO-0 and 1 travel beside the last micro-batch's backward, in buckets; then the optimizer
+steps, and where it is sharded with whole weights (ZeRO-1 and 2) these are gathered; nothing hides these two.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import accumulate
 
 from vlmcourse.planner.activations import Workload
 from vlmcourse.planner.efficiency import Speeds, move_s, speeds_of
@@ -149,10 +151,29 @@ def _play(ranks: Ranks, costs: list[StageCost], split: StageSplit) -> Timeline:
         for stage in range(split.num_stages - 1)
     ]
     # Nothing before the first trained parameter has a backward, so no gradient is sent there.
-    has_backward = [cost.input_s > 0 or cost.weight_s > 0 for cost in costs]
+    has_backward = list(accumulate((cost.input_s > 0 or cost.weight_s > 0 for cost in costs), operator.or_))
     back_s = [s if has_backward[stage] else 0.0 for stage, s in enumerate(messages_s)]
     times = [StageTimes(cost.forward_total_s, cost.input_total_s, cost.weight_s) for cost in costs]
+    if settings.blocking_messages:
+        times = _with_messages(times, messages_s, back_s)
+        messages_s = back_s = [0.0] * len(messages_s)
     return simulate_timeline(settings.schedule, plan.pp, settings.grad_accum_steps, times, messages_s, back_s)
+
+
+def _with_messages(times: list[StageTimes], messages_s: list[float], back_s: list[float]) -> list[StageTimes]:
+    """Add to each stage's forward and backward what it receives before and sends after.
+
+    While a pipeline fills and empties, a message is counted at both its ends though both wait at the same time.
+    """
+    ends_s, back_ends_s = [0.0, *messages_s, 0.0], [0.0, *back_s, 0.0]
+    return [
+        StageTimes(
+            time.forward_s + ends_s[stage] + ends_s[stage + 1],
+            time.backward_input_s + back_ends_s[stage] + back_ends_s[stage + 1],
+            time.backward_weight_s,
+        )
+        for stage, time in enumerate(times)
+    ]
 
 
 def _ranks_parts(ranks: Ranks, costs: list[StageCost], timeline: Timeline | None) -> tuple[Mapping[str, float], ...]:
@@ -170,11 +191,12 @@ def _ranks_parts(ranks: Ranks, costs: list[StageCost], timeline: Timeline | None
             "tensor_parallel": num * sum(sum(cost.tensor_s) for cost in mine),
             "context_parallel": num * sum(sum(cost.context_s) for cost in mine),
             "sharding": num * sum(sum(cost.shard_s) for cost in mine),
-            "overhead": num * sum(cost.overhead_s for cost in mine),
+            "overhead": num * sum(sum(cost.overhead_s) for cost in mine),
         }
         finish_s = sum(parts.values()) if timeline is None else timeline.finish_s[rank]
         before_s, after_s = _data_parallel_s(ranks, mine)
         optimizer_s = _optimizer_s(ranks, sum(cost.trained_params for cost in mine), sum(parts.values()))
+        optimizer_s = max(optimizer_s, ranks.settings.host_step_layer_s * sum(cost.num_units for cost in mine))
         parts |= {"data_parallel": before_s + after_s, "optimizer": optimizer_s}
         before_end_s = max(before_end_s, finish_s + before_s)
         after_end_s = max(after_end_s, optimizer_s + after_s)
@@ -204,6 +226,8 @@ def _data_parallel_s(ranks: Ranks, mine: list[StageCost]) -> tuple[float, float]
                 exchanges.append(fabric.estimate_s("reduce-scatter", gradient_bytes, group))
             if plan.zero_stage < 3:
                 after_s = fabric.estimate_s("all-gather", trained * plan.recipe.weight_bytes, group)
+                copies = settings.shard_copies_per_layer * sum(cost.num_units for cost in mine) * shards
+                after_s += copies * ranks.compute.speeds.launch_s
         if plan.dp_replicate > 1 and (plan.zero_stage == 1 or settings.gradient_sync == "last"):
             group = group_of(plan.dp_replicate, inside * shards, fabric.devices_per_node)
             exchanges.append(fabric.estimate_s("all-reduce", gradient_bytes / shards, group))

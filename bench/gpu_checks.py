@@ -335,6 +335,17 @@ print(json.dumps({"equal": found.is_equal, "same": same, "said": found.describe(
 """
 
 
+def check_planned_memory() -> str:
+    """The planner's bytes beside a ledger's of real steps on a GPU, whose norms keep less than a CPU's."""
+    from vlmcourse.labs.memory_check import CHECKED, TOLERANCE, compare, comparison_table
+    from vlmcourse.parallel.ranks import init_ranks
+
+    names = ("one rank", "accumulation", "recomputed", "vision frozen", "language frozen")
+    rows = [compare(name, CHECKED[1][name], init_ranks()) for name in names]
+    assert all(row.worst <= TOLERANCE for row in rows), comparison_table(rows)
+    return "; ".join(f"{row.strategy}: {row.worst:.1%} by owner, peak {row.peak_error:+.1%}" for row in rows)
+
+
 def check_allocator(settings: str = "") -> str:
     """The simulated allocator reserves what the real one does, after every allocation and free of training steps."""
     environment = {name: value for name, value in os.environ.items() if name not in ALLOC_CONF_NAMES}
@@ -649,6 +660,7 @@ CHECKS = (
     Check("the policy of autocast on a GPU", 1, check_autocast_policy),
     Check("fp16 on 2 GPUs under fsdp stays near fp32", 2, lambda: check_precision("fp16", "fsdp", 2)),
     Check("activations are recomputed, offloaded and counted", 1, check_activations),
+    Check("the planner's bytes by owner are a step's", 1, check_planned_memory),
     Check("the simulated allocator does what the real one does", 1, check_allocator),
     Check(
         "the simulated allocator does so with expandable segments",

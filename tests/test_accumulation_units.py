@@ -224,7 +224,7 @@ def test_the_text_is_right_about_the_memory_of_a_13b_model_on_eight_gpus() -> No
     plan = Plan(dp_shard=8, zero_stage=3, micro_batch_size=16, activation_checkpointing=False)
     memory = estimate_rank_memory(plan, get_model("vlm-13b"))
     sizes = memory.activations, memory.gathered, memory.allowance
-    assert [round(size / 1e9, 1) for size in sizes] == [244.4, 2.2, 2.1]
+    assert [round(size / 1e9, 1) for size in sizes] == [267.4, 2.2, 2.1]
     named = memory.state + memory.activations + memory.gathered + memory.allowance
     assert named == memory.device_total
 

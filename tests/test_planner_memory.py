@@ -17,7 +17,10 @@ from vlmcourse.planner import (
     get_device,
 )
 from vlmcourse.planner.activations import estimate_activation_bytes
+from vlmcourse.planner.job import describe_plan
 from vlmcourse.planner.memory import estimate_gathered_bytes, local_params
+from vlmcourse.planner.rank_peak import most_stored
+from vlmcourse.planner.run_peak import build_run_load
 from vlmcourse.planner.stages import find_split
 from vlmcourse.presets import VLMShape, get_model
 
@@ -115,9 +118,15 @@ def test_13b_remedies_bring_the_state_to_13_and_32_5_gb():
 
 def test_doubling_tp_halves_language_and_leaves_vision_whole():
     one, two = (local_params(Plan(tp=tp), MODEL, stage=0) for tp in (1, 2))
-    assert two["language"] == -(-one["language"] // 2)
+    norms = 36 * 2 * 5120 + 5120  # every rank of the group has them
+    assert two["language"] - norms == (one["language"] - norms) / 2
     assert two["vision"] == one["vision"] == PARAMS.vision
-    assert local_params(Plan(tp=2, vision_tp=2), MODEL, stage=0)["vision"] == -(-PARAMS.vision // 2)
+    # Of a vision layer without biases on q, k, v: norms, layer scales, and the biases of the two rows of matrices.
+    whole = PATCHES_OF_6B + 16 * (2 * 3200 + 2 * 3200 + 2 * 3200)
+    both = local_params(Plan(tp=2, vision_tp=2), MODEL, stage=0)
+    assert both["vision"] - whole == (PARAMS.vision - whole) / 2
+    beside_sums = 2 * 12800 + 5120  # the projector's norm, and the bias added to the sum of its second matrix
+    assert two["projector"] - beside_sums == (PARAMS.projector - beside_sums) / 2
 
 
 def test_pipeline_stages_hold_every_parameter_once():
@@ -162,32 +171,55 @@ def test_a_plan_holds_on_each_stage_what_the_trainer_puts_there(is_tied):
 # --- Activations and working memory ---------------------------------------------------------------------------------
 
 
+def language_layer_by_hand(element: int, rotations: bool = True) -> int:
+    """Return what a decoder layer of the 13B model keeps: inputs and outputs of norms, q, k, v, and so on."""
+    s, h, kv, f, heads = 2048, 5120, 1024, 15104, 40
+    tables = 4 * s * 128 * element if rotations else 0  # 16-bit copies, for queries and keys
+    return s * element * (4 * h + h + 2 * kv + h + 4 * f) + s * 4 * (heads + 2) + tables
+
+
+def vision_layer_by_hand(element: int) -> int:
+    """Return what a vision layer of the 13B model keeps of one tile, with queries and keys normalised."""
+    s, h, f, heads = 1025, 3200, 12800, 25
+    return s * element * (4 * h + 2 * h + 3 * h + h + 2 * h + 2 * f) + s * 4 * (heads + 4)
+
+
+def ends_by_hand(element: int) -> int:
+    """Return what the 13B model keeps around its layers, without the loss."""
+    s, h, folded, tokens = 2048, 5120, 12800, 256
+    pixels, tables = 3 * 448**2 * 4, 2 * s * 128 * 4
+    projector = tokens * (2 * folded + 2 * h) * element + 2 * tokens * 4
+    placed = tokens * (h * element + 8) + s * 8
+    return pixels + tables + projector + placed + 2 * s * h * element + s * 4  # the last norm's input and output
+
+
+LOGITS_13B = 2048 * 32064
+LOSS_13B = 4 * LOGITS_13B + 2048 * 8
+
+
 def test_activations_with_checkpointing_worked_by_hand():
-    s, b, h, L, V = 2048, 1, 5120, 36, 32064
-    vision_s, vision_h, vision_L = 1025, 3200, 16
-    boundaries = 2 * s * b * h * L + 2 * vision_s * vision_h * vision_L
-    live = 34 * s * b * h
-    logits = s * V * (2 + 4 + 4)
-    assert estimate_activation_bytes(Plan(), MODEL, Workload(), stage=0) == boundaries + live + logits
+    s, h, f = 2048, 5120, 15104
+    boundaries = 2 * s * h * 36 + 2 * 1025 * 3200 * 16
+    again = language_layer_by_hand(2) - 2 * s * h + 2 * s * (3 * f + h)  # and gradients of product, gate, value, input
+    logits = 8 * LOGITS_13B + LOSS_13B
+    assert logits > again  # so the fullest moment is that of the logits, not of the layer that is made again
+    assert estimate_activation_bytes(Plan(), MODEL, Workload(), stage=0) == boundaries + ends_by_hand(2) + logits
+    fewer_words = dataclasses.replace(MODEL, language=dataclasses.replace(MODEL.language, vocab_size=8192))
+    assert estimate_activation_bytes(Plan(), fewer_words, Workload(), stage=0) == boundaries + ends_by_hand(2) + again
 
 
 def test_activations_without_checkpointing_worked_by_hand():
-    s, h, L, V = 2048, 5120, 36, 32064
-    layers = 34 * s * h * L + 34 * 1025 * 3200 * 16
+    layers = language_layer_by_hand(2) * 36 + vision_layer_by_hand(2) * 16
     plan = Plan(activation_checkpointing=False)
-    assert estimate_activation_bytes(plan, MODEL, Workload(), stage=0) == layers + s * V * 10
+    logits = LOSS_13B + 8 * LOGITS_13B
+    assert estimate_activation_bytes(plan, MODEL, Workload(), stage=0) == layers + ends_by_hand(2) + logits
 
 
-def test_fp32_activations_take_twice_the_bytes_worked_by_hand():
-    # 4 bytes of each element instead of 2, so 4 a boundary and 68 a layer; logits, copy and gradient are 4 + 4 + 4.
-    s, h, L, V = 2048, 5120, 36, 32064
-    boundaries = 4 * s * h * L + 4 * 1025 * 3200 * 16
-    assert estimate_activation_bytes(Plan(precision="fp32"), MODEL, Workload(), stage=0) == (
-        boundaries + 68 * s * h + s * V * 12
-    )
+def test_fp32_activations_worked_by_hand():
+    layers = language_layer_by_hand(4, rotations=False) * 36 + vision_layer_by_hand(4) * 16
     whole = Plan(precision="fp32", activation_checkpointing=False)
-    layers = 68 * s * h * L + 68 * 1025 * 3200 * 16
-    assert estimate_activation_bytes(whole, MODEL, Workload(), stage=0) == layers + s * V * 12
+    logits = LOSS_13B + 8 * LOGITS_13B
+    assert estimate_activation_bytes(whole, MODEL, Workload(), stage=0) == layers + ends_by_hand(4) + logits
     autocast = Plan(precision="bf16_autocast")  # fp32 weights, but activations are bf16
     assert estimate_activation_bytes(autocast, MODEL, Workload(), stage=0) == estimate_activation_bytes(
         Plan(), MODEL, Workload(), stage=0
@@ -198,31 +230,37 @@ def test_activations_scale_with_batch_and_fall_with_tp():
     def estimate(plan):
         return estimate_activation_bytes(plan, MODEL, Workload(), stage=0)
 
-    assert estimate(Plan(micro_batch_size=3)) == 3 * estimate(Plan())
+    tables = 2 * 2048 * 128 * 4  # of rotations: one pair for all samples
+    assert estimate(Plan(micro_batch_size=3)) == 3 * estimate(Plan()) - 2 * tables
     assert estimate(Plan(tp=4, activation_checkpointing=False)) < estimate(Plan(activation_checkpointing=False))
 
 
 def test_frozen_vision_tower_keeps_no_activations():
     trained = estimate_activation_bytes(Plan(), MODEL, Workload(), stage=0)
     frozen = estimate_activation_bytes(Plan(frozen=("vision",)), MODEL, Workload(), stage=0)
-    assert trained - frozen == 2 * 1025 * 3200 * 16
+    assert trained - frozen == 2 * 1025 * 3200 * 16 + 3 * 448**2 * 4
 
 
-def test_text_only_workload_has_no_vision_activations():
-    with_image = estimate_activation_bytes(Plan(), MODEL, Workload(tiles_per_sample=1), stage=0)
-    without = estimate_activation_bytes(Plan(), MODEL, Workload(tiles_per_sample=0), stage=0)
-    assert with_image - without == 2 * 1025 * 3200 * 16
+def test_more_tiles_keep_more_and_text_alone_runs_a_blank_one():
+    one, two, none = (
+        estimate_activation_bytes(Plan(), MODEL, Workload(tiles_per_sample=tiles), stage=0) for tiles in (1, 2, 0)
+    )
+    projector = 256 * ((2 * 12800 + 2 * 5120) * 2 + 2 * 4 + 5120 * 2 + 8)
+    assert two - one == 2 * 1025 * 3200 * 16 + 3 * 448**2 * 4 + projector
+    assert none == one
     with pytest.raises(ValueError, match="seq_len = 0"):
         Workload(seq_len=0)
 
 
 def test_early_pipeline_stages_hold_more_micro_batches():
-    activations = [estimate_activation_bytes(Plan(pp=3), MODEL, Workload(), stage) for stage in range(2)]
-    per_layer = 2 * 2048 * 5120
-    live, vision = 34 * 2048 * 5120, 2 * 1025 * 3200 * 16
-    # 52 blocks on three stages: all of the vision tower and one language block, then 17, then 18.
-    assert activations[0] == 3 * (1 * per_layer + vision) + live
-    assert activations[1] == 2 * 17 * per_layer + live
+    loads = [build_run_load(describe_plan(Plan(pp=3), MODEL, Workload()), stage) for stage in range(2)]
+    per_layer, tables = 2 * 2048 * 5120, 2 * 2048 * 128 * 4
+    vision, pixels = 2 * 1025 * 3200 * 16, 3 * 448**2 * 4
+    around = ends_by_hand(2) - tables - pixels - 2 * per_layer - 2048 * 4  # projector and fusion
+    # 52 blocks on three stages: all of the vision tower and one language block, then 17, then 18. The pictures of all
+    # three micro-batches lie on the first stage all the time.
+    assert most_stored(loads[0]) == 3 * (per_layer + vision + around + tables) + 3 * pixels
+    assert most_stored(loads[1]) == 2 * (17 * per_layer + tables)
 
 
 # --- What ZeRO-3 gathers --------------------------------------------------------------------------------------------
@@ -273,7 +311,8 @@ def test_gathered_units_shrink_with_tp_and_only_trained_ones_have_a_gradient():
     # Four ways over tp, a language layer is smaller than a whole one of the vision tower.
     vision_layer = 4 * 3200**2 + 3200 + 2 * 3200 * 12800 + 12800 + 3200 + 6 * 3200
     assert LAYER_13B / 4 < vision_layer < LAYER_13B / 2
-    root = PATCHES_OF_6B + PROJECTOR_13B + 5120 // 4
+    beside_sums = 2 * 12800 + 5120
+    root = PATCHES_OF_6B + (PROJECTOR_13B - beside_sums) // 4 + beside_sums + 5120
     assert gathered(Plan(dp_shard=2, tp=4, zero_stage=3)) == root * 4 + vision_layer * 6
     frozen = Plan(dp_shard=4, zero_stage=3, frozen=("vision",))
     assert gathered(frozen) == ROOT_13B * 4 - PATCHES_OF_6B * 2 + LAYER_13B * 6
@@ -348,9 +387,12 @@ def test_policies_of_a_plan_keep_between_everything_and_inputs():
     each_other = activations(recompute_language="every:2")
     selective = activations(recompute_language="selective")
     assert activations() < each_other < everything and activations() < selective < everything
-    # Exactly: half of the layers whole, inputs of the others, and one layer live, which is not more than is kept.
-    size, n = 2048 * MODEL.language.hidden_size, MODEL.language.num_layers
-    assert each_other - activations() == pytest.approx(size * (34 - 2) * (n // 2), rel=1e-9)
-    assert selective - activations() == pytest.approx(size * ((22 - 2) * n - 22), rel=1e-9)
+    # Exactly: half of the layers whole, inputs of the others, and one layer made again.
+    stream, n = 2 * 2048 * 5120, MODEL.language.num_layers
+    layer = language_layer_by_hand(2)
+    assert each_other - activations() == (layer - stream) * (n // 2)
+    # Input, q, k, v, attention's output with its sums, both branches' results, gate and value.
+    kept = 3 * stream + 2 * 2048 * (2 * 5120 + 2 * 1024 + 2 * 15104) + 4 * 40 * 2048
+    assert selective - activations() == (kept - stream) * n
     with pytest.raises(ValueError, match="recompute_vision"):
         Plan(recompute_vision="all")

@@ -29,8 +29,8 @@ def _check_autocast(element_bytes: int, fused_norms: bool) -> None:
         )
 
 
-def _count_norm(kind: str, name: str, rows: int, width: int, element_bytes: int, fused: bool) -> Kept:
-    """Count what a norm keeps; its output is kept by what uses it."""
+def count_norm_bytes(kind: str, name: str, rows: int, width: int, element_bytes: int, fused: bool) -> Kept:
+    """Count what a norm of kind layernorm or rmsnorm keeps, by name; its output is kept by what uses it."""
     if kind == "layernorm":
         # The CPU's kernel keeps mean and inverse deviation in the type of the input, the GPU's in fp32.
         of_statistic = STATISTIC_BYTES if fused else element_bytes
@@ -80,17 +80,17 @@ def count_vision_layer_bytes(
     if autocast:
         _check_autocast(element_bytes, fused_norms)
         stream_bytes, kept["matrices, in 16 bits"] = 4, (4 * D * D + 2 * D * F) * element_bytes
-    kept |= _count_norm(shape.norm, "norm1", rows, D, stream_bytes, fused_norms)
+    kept |= count_norm_bytes(shape.norm, "norm1", rows, D, stream_bytes, fused_norms)
     kept |= {"norm1 output, cast for q, k, v": 3 * width} if autocast else {"norm1 output": width}
     if shape.qk_norm:
         for name in ("q_norm", "k_norm"):
-            kept |= _count_norm("rmsnorm", name, rows, D, element_bytes, fused_norms)
+            kept |= count_norm_bytes("rmsnorm", name, rows, D, element_bytes, fused_norms)
     return kept | {
         "queries, keys, values": 3 * width,
         "attention output": width,
         "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
         "attention branch before its scale": width,
-        **_count_norm(shape.norm, "norm2", rows, D, stream_bytes, fused_norms),
+        **count_norm_bytes(shape.norm, "norm2", rows, D, stream_bytes, fused_norms),
         "norm2 output": width,
         "hidden before GELU": hidden,
         "hidden after GELU": hidden,
@@ -106,6 +106,7 @@ def count_language_layer_bytes(
     *,
     fused_norms: bool = False,
     autocast: bool = False,
+    gated: bool = True,
 ) -> Kept:
     """Count what a decoder block keeps.
 
@@ -117,6 +118,8 @@ def count_language_layer_bytes(
         fused_norms: whether norms are the GPU's kernels; PyTorch's CPU computes RMSNorm in single steps.
         autocast: whether weights and the residual stream are fp32 and products in 16 bits. Norms then keep fp32, each
             product casts the norm's output anew, and the 16-bit copies of the matrices are kept too.
+        gated: whether the MLP is a SwiGLU one with three matrices, as in this package's model, or has two and GELU, as
+            others have.
 
     Returns:
         Bytes by name, in the order in which forward makes them. The fp32 tables of rotations are not among them: one
@@ -136,7 +139,7 @@ def count_language_layer_bytes(
     if autocast:
         _check_autocast(element_bytes, fused_norms)
         stream_bytes, kept["matrices, in 16 bits"] = 4, D * (2 * D + 2 * kv_width + 3 * F) * element_bytes
-    kept |= _count_norm("rmsnorm", "norm1", rows, D, stream_bytes, fused_norms)
+    kept |= count_norm_bytes("rmsnorm", "norm1", rows, D, stream_bytes, fused_norms)
     kept |= {"norm1 output, cast for q, k, v": 3 * width} if autocast else {"norm1 output": width}
     if element_bytes < 4:
         kept["rotations, in 16 bits"] = 4 * seq_len * head_width * element_bytes
@@ -145,13 +148,15 @@ def count_language_layer_bytes(
         "keys, values": 2 * rows * kv_width * element_bytes,
         "attention output": width,
         "attention log-sum-exp": rows * shape.num_heads * STATISTIC_BYTES,
-        **_count_norm("rmsnorm", "norm2", rows, D, stream_bytes, fused_norms),
+        **count_norm_bytes("rmsnorm", "norm2", rows, D, stream_bytes, fused_norms),
         **({"norm2 output, cast for gate, value": 2 * width} if autocast else {"norm2 output": width}),
-        "gate before SiLU": hidden,
-        "gate after SiLU": hidden,
-        "value": hidden,
-        "gate x value": hidden,
+        **_count_mlp(hidden, gated),
     }
+
+
+def _count_mlp(hidden: int, gated: bool) -> Kept:
+    names = ("gate before SiLU", "gate after SiLU", "value", "gate x value")
+    return dict.fromkeys(names if gated else ("hidden before GELU", "hidden after GELU"), hidden)
 
 
 def korthikanti_layer_bytes(

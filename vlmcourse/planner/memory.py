@@ -10,40 +10,33 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlmcourse.planner import shapes
-from vlmcourse.planner.activations import Workload, estimate_activation_bytes
+from vlmcourse.planner.activations import estimate_activation_bytes
 from vlmcourse.planner.plan import Plan
-from vlmcourse.planner.recipes import OPTIMIZERS, PRECISIONS
+from vlmcourse.planner.stage_params import Unit, count_local, list_units, unit_sizes
 from vlmcourse.planner.stages import find_split
+from vlmcourse.planner.state_bytes import StateBytes, estimate_state_bytes
+from vlmcourse.planner.workload import Workload
 from vlmcourse.presets import VLMShape
+
+__all__ = [
+    "ALLOWANCE_BYTES",
+    "GB",
+    "RankMemory",
+    "StateBytes",
+    "estimate_gathered_bytes",
+    "estimate_rank_memory",
+    "estimate_stage",
+    "estimate_state_bytes",
+    "local_params",
+    "state_of",
+    "whole_bytes",
+]
 
 GB = 10**9
 
 ALLOWANCE_BYTES = 2 * 2**30
 """Kept free on every device for what this arithmetic does not count: the CUDA context, NCCL's and cuBLAS's buffers,
 gradient buckets, fragmentation. The size is this course's allowance, not a measurement."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateBytes:
-    """Training state that a rank keeps between steps, in bytes."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    """Moments and, in mixed precision, the fp32 master copy of the weights."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer
-
-    def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            weights=self.weights + other.weights,
-            gradients=self.gradients + other.gradients,
-            optimizer=self.optimizer + other.optimizer,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,54 +81,6 @@ class RankMemory:
     def __str__(self) -> str:
         """Show the owners that hold something, in GB."""
         return ", ".join(f"{name} {size / GB:.1f}" for name, size in self.by_owner().items() if size) + " GB"
-
-
-def estimate_state_bytes(
-    num_params: int,
-    *,
-    precision: str = "bf16_mixed",
-    optimizer: str = "adamw",
-    zero_stage: int = 0,
-    shard_degree: int = 1,
-    trainable: bool = True,
-) -> StateBytes:
-    """Count the training state of one rank.
-
-    Args:
-        num_params: parameters of the model, or of the part of it that this rank's group holds.
-        precision: a name in `PRECISIONS`.
-        optimizer: a name in `OPTIMIZERS`.
-        zero_stage: 0 splits nothing, 1 the optimizer state, 2 gradients too, 3 weights too.
-        shard_degree: ranks that split it.
-        trainable: False for frozen parameters, which have weights only.
-
-    Returns:
-        Bytes on the fullest rank (uneven splits round up).
-
-    Raises:
-        ValueError: for an unknown name or a number out of range.
-
-    Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", figure 1:
-    7.5e9 parameters on 64 ranks need 120, 31.4, 16.6 and 1.9 GB in stages 0 to 3.
-    """
-    if num_params < 0 or shard_degree < 1:
-        raise ValueError(f"num_params = {num_params}, shard_degree = {shard_degree}: need 0 or more, and 1 or more")
-    if zero_stage not in range(4):
-        raise ValueError(f"zero_stage = {zero_stage!r}: must be 0, 1, 2 or 3")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision = {precision!r}: choose one of {', '.join(PRECISIONS)}")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer = {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
-    recipe = PRECISIONS[precision]
-    shard = -(-num_params // shard_degree)
-    weights = (shard if zero_stage >= 3 else num_params) * recipe.weight_bytes
-    if not trainable:
-        return StateBytes(weights=weights, gradients=0, optimizer=0)
-    return StateBytes(
-        weights=weights,
-        gradients=(shard if zero_stage >= 2 else num_params) * recipe.gradient_bytes,
-        optimizer=(shard if zero_stage >= 1 else num_params) * (recipe.master_bytes + OPTIMIZERS[optimizer]),
-    )
 
 
 def estimate_rank_memory(plan: Plan, model: VLMShape, workload: Workload | None = None) -> RankMemory:
@@ -185,30 +130,19 @@ def estimate_stage(plan: Plan, model: VLMShape, workload: Workload, stage: int) 
 def local_params(plan: Plan, model: VLMShape, stage: int) -> dict[str, int]:
     """Count the parameters of each tower that one rank's data-parallel group holds, before any ZeRO sharding.
 
-    Tensor parallelism is taken to split the whole language tower; its norms, which every rank keeps, are under
-    0.01 % of it. The projector is never split. What stands on a stage is `find_split`'s answer.
+    What stands on a stage is `find_split`'s answer. Tensor parallelism splits matrices; norms and the like are whole.
 
     Args:
         plan: how the ranks share the work.
         model: the model's shape.
         stage: pipeline stage, from 0.
     """
-    split, language = find_split(plan, model), model.language
-    vision = len(split.vision_blocks(stage)) * shapes.count_vision_layer_params(model.vision)
-    if stage == 0:
-        vision += shapes.count_vision_embedding_params(model.vision)
-    held = len(split.language_blocks(stage)) * shapes.count_language_layer_params(language)
-    if stage == split.fusion_stage:
-        held += shapes.count_embedding_params(language)
-    if stage == split.num_stages - 1:
-        held += shapes.count_head_params(language)
-        if language.tied_embeddings and stage != split.fusion_stage:
-            held += shapes.count_embedding_params(language)  # the last stage needs a copy to tie to
-    return {
-        "vision": -(-vision // plan.vision_tp),
-        "projector": shapes.count_projector_params(model) if stage == split.fusion_stage else 0,
-        "language": -(-held // plan.tp),
-    }
+    return count_local(_units_of(plan, model, stage), plan.tp, plan.vision_tp)
+
+
+def _units_of(plan: Plan, model: VLMShape, stage: int) -> tuple[Unit, ...]:
+    vision_plan = "split" if plan.vision_tp > 1 else "replicate"
+    return list_units(model, find_split(plan, model), stage, vision_plan)
 
 
 def estimate_gathered_bytes(plan: Plan, model: VLMShape, stage: int) -> int:
@@ -236,29 +170,16 @@ def whole_bytes(plan: Plan, model: VLMShape, stage: int, *, layered: bool = Fals
 
     A unit is gathered from one flat buffer, so for a moment it is there twice, before it has a gradient.
     """
-    split, language, vision = find_split(plan, model), model.language, model.vision
-    root: list[tuple[str, int]] = []
-    units: list[tuple[str, int]] = []
-    if split.language_blocks(stage):
-        units.append(("language", shapes.count_language_layer_params(language)))
-    if split.vision_blocks(stage):
-        units.append(("vision", shapes.count_vision_layer_params(vision)))
-    if stage == 0:
-        root.append(("vision", shapes.count_vision_embedding_params(vision)))
-    if stage == split.fusion_stage:
-        (units if layered else root).append(("projector", shapes.count_projector_params(model)))
-    if stage == split.num_stages - 1:
-        root.append(("language", language.hidden_size))  # the final norm
-    if stage in (split.fusion_stage, split.num_stages - 1):
-        (root if language.tied_embeddings else units).append(("language", shapes.count_embedding_params(language)))
-    degrees = {"vision": plan.vision_tp, "projector": 1, "language": plan.tp}
+    tied = model.language.tied_embeddings
+    root, units = unit_sizes(
+        _units_of(plan, model, stage), plan.tp, plan.vision_tp, tied_embeddings=tied, layered=layered
+    )
+    weight_bytes = plan.recipe.weight_bytes
 
-    def held(tower: str, num_params: int, copies: int) -> int:
-        gradient_bytes = 0 if tower in plan.frozen else plan.recipe.gradient_bytes
-        return -(-num_params // degrees[tower]) * (copies * plan.recipe.weight_bytes + gradient_bytes)
+    def held(tower: str, size: int, copies: int) -> int:
+        return size * (copies * weight_bytes + (0 if tower in plan.frozen else plan.recipe.gradient_bytes))
 
     rest = sum(held(*part, copies=1) for part in root)
     if not layered:
         return rest + max(held(*unit, copies=2) for unit in units)
-    twice = (2 * plan.recipe.weight_bytes * -(-num_params // degrees[tower]) for tower, num_params in units)
-    return rest + max(*twice, *(held(*unit, copies=1) for unit in units))
+    return rest + max(*(2 * weight_bytes * size for _, size in units), *(held(*unit, copies=1) for unit in units))

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from vlmcourse.planner.pipeline_order import Step, list_steps
-from vlmcourse.planner.schedules import SCHEDULES
+from vlmcourse.planner.schedules import SCHEDULES, stages_of_rank
+
+STEADY_ROUNDS = 4
 
 
 @lru_cache(maxsize=512)
@@ -43,6 +45,40 @@ def peak_held_bytes(schedule: str, pp: int, num_microbatches: int, stage_bytes: 
         max(sum(stage_bytes[stage] * count for stage, count in held.items()) for _, held in _walk_held(of_rank))
         for of_rank in list_steps(schedule, pp, num_microbatches)
     )
+
+
+@lru_cache(maxsize=16384)
+def list_fullest(schedule: str, pp: int, num_microbatches: int, pp_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the moments of a rank that no other exceeds: micro-batches that its stages hold, first stage first.
+
+    Which of them needs most bytes depends on what each stage keeps. One rank is no pipeline, with one stage.
+
+    Args:
+        schedule: one of `schedules.SCHEDULES`.
+        pp: ranks of the pipeline.
+        num_microbatches: of the step; from `STEADY_ROUNDS` x pp on, a multiple of pp holds no more.
+        pp_rank: 0 .. pp - 1.
+
+    Raises:
+        ValueError: as `pipeline_order.list_steps`.
+    """
+    if pp == 1:
+        return ((1,),)
+    if schedule == "gpipe":
+        return ((num_microbatches,),)
+    if schedule == "1f1b":
+        return ((min(num_microbatches, pp - pp_rank),),)
+    if num_microbatches > STEADY_ROUNDS * pp and num_microbatches % pp == 0:
+        num_microbatches = STEADY_ROUNDS * pp
+    stages = stages_of_rank(schedule, pp, pp_rank)
+    steps = list_steps(schedule, pp, num_microbatches)[pp_rank]
+    moments = {tuple(held[stage] for stage in stages) for _, held in _walk_held(steps)}
+    return tuple(sorted(moment for moment in moments if not any(_exceeds(other, moment) for other in moments)))
+
+
+def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether a moment holds at least as much on every stage as another one does."""
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def _walk_held(steps: Sequence[Step]) -> Iterator[tuple[int, dict[int, int]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from vlmcourse.planner.plan import Plan
@@ -43,10 +44,13 @@ class StageSplit:
         """Stages, of which a rank may run several."""
         return len(self.layers_per_stage)
 
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.layers_per_stage))
+
     def layers(self, stage: int) -> range:
         """Return the numbers of a stage's layers, of all layers in order."""
-        ends = list(accumulate(self.layers_per_stage))
-        return range(ends[stage] - self.layers_per_stage[stage], ends[stage])
+        return range(self._ends[stage] - self.layers_per_stage[stage], self._ends[stage])
 
     def vision_blocks(self, stage: int) -> range:
         """Return the numbers of the vision blocks on a stage."""
@@ -61,7 +65,7 @@ class StageSplit:
         """The number of the layer where image features meet the text."""
         return self.num_vision_layers + 1
 
-    @property
+    @cached_property
     def fusion_stage(self) -> int:
         """The stage with the projector and the token embedding; earlier ones hold vision only."""
         return next(stage for stage in range(self.num_stages) if self.fusion_layer in self.layers(stage))
@@ -91,6 +95,7 @@ def _named(tower: str, blocks: range) -> list[str]:
     return [f"{tower} {blocks[0]}" if len(blocks) == 1 else f"{tower} {blocks[0]}-{blocks[-1]}"]
 
 
+@lru_cache(maxsize=1024)
 def split_evenly(shape: VLMShape, num_stages: int) -> StageSplit:
     """Give every stage as many blocks as any other, or one fewer; blocks of both towers count alike.
 

@@ -35,9 +35,12 @@ def nanotron(constants: NanotronConstants, *, pp: int) -> Software:
     Gathered inputs of column-parallel products are kept by runs without a pipeline. They are gathered by asynchronous
     collectives, whose tensors PyTorch's allocator gives away anew only when the device is seen to be done with them; a
     host that runs ahead of its device allocates the next before. Between stages of a pipeline nanotron sends the shapes
-    of tensors first, and the host waits for them with every micro-batch. This is why the rule is taken to hold; that
-    it does for most rows is read off the table, and where hosts were slow it fails: the table has pairs of nearly equal
+    of tensors first, and the host waits for them with every micro-batch. This is why the rule is taken to hold; that it
+    does for most rows is read off the table, and where hosts were slow it fails: the table has pairs of nearly equal
     plans on both sides.
+
+    Source: nanotron's parallel/pipeline_parallel/p2p.py (metadata is read on the host) and
+    parallel/tensor_parallel/functional.py (asynchronous all-gathers).
 
     Args:
         constants: what is fitted.

@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": ("vlmcourse.commands.doctor", "show what this machine has, and a fix for what is missing"),
     "watch": ("vlmcourse.commands.watch", "show a run while it trains, rank by rank: who is slow, behind or silent"),
     "diagnose": ("vlmcourse.commands.diagnose", "say why a run is slow, with evidence, and what to change"),
+    "dry-run": ("vlmcourse.commands.dry_run", "say what one rank of a run would hold and send, without any other rank"),
     "launch": ("vlmcourse.commands.launch", "write what starts a run on several machines: Slurm, Kubernetes, torchrun"),
     "export": ("vlmcourse.commands.export", "write a run's checkpoint as a Hugging Face folder"),
     "explain": ("vlmcourse.commands.explain", "explain a ds_config.json key by key, and what is wrong with it"),

@@ -121,7 +121,9 @@ class StepLedger:
     Use it as a context around whole steps; `samples` has the course of them.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any = None, *, device_type: str = "") -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any = None, *, device_type: str = "", of_fakes: bool = False
+    ) -> None:
         """Name the owners.
 
         Args:
@@ -130,6 +132,7 @@ class StepLedger:
             optimizer: of the model, if steps are to be seen.
             device_type: cpu or cuda: where bytes are counted; by default where the weights are. Under offloading
                 weights lie in main memory, and what passes through a GPU is seen with cuda only.
+            of_fakes: count fake tensors, of a dry run.
 
         Raises:
             ValueError: if the model has no parameter on this rank.
@@ -143,7 +146,8 @@ class StepLedger:
                 f"{type(model).__name__} has 0 parameters here: a ledger needs 1 or more, which tell it the device and "
                 "have gradients; give it the model that this layer is a part of"
             )
-        self._book = StorageBook(device_type or local_part(self._parameters[0]).device.type, self._after_operation)
+        device_type = device_type or local_part(self._parameters[0]).device.type
+        self._book = StorageBook(device_type, self._after_operation, of_fakes=of_fakes)
         self._layers: list[str] = []
         """Layers whose forward is at work, outermost first."""
         self._latest = ""

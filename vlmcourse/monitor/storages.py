@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from vlmcourse.parallel.comm import local_part
 
 Owner = tuple[str, str]
 """What the bytes are, such as activations, and the layer they belong to, or ""."""
@@ -52,19 +51,27 @@ class Entry:
 class StorageBook(TorchDispatchMode):
     """Live storages and their owners."""
 
-    def __init__(self, device_type: str, after_operation: Callable[[list[Entry]], None]) -> None:
+    def __init__(
+        self, device_type: str, after_operation: Callable[[list[Entry]], None], *, of_fakes: bool = False
+    ) -> None:
         """Begin with an empty book.
 
         Args:
             device_type: cpu or cuda; storages elsewhere are left out.
             after_operation: called after each operation with the entries that it added.
+            of_fakes: count fake tensors, as the memory that they would have. In a real step they are none: DTensor
+                asks with them what an operation would return.
         """
         super().__init__()
-        self.device_type, self.after_operation = device_type, after_operation
+        self.device_type, self.after_operation, self.of_fakes = device_type, after_operation, of_fakes
         self.live_bytes: Counter[Owner] = Counter()
         """Bytes by owner, now."""
         self.on_change: Callable[[str, Entry], None] | None = None
         """Called with alloc, free or give after a storage came, before it goes, and after its owner changed."""
+        self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None
+        """Called with operation, arguments, keyword arguments and result, before `after_operation`."""
+        self.may_resize = True
+        """Whether to look after an operation for storages that grew or shrank; who knows when that is may switch it."""
         self._entries: dict[int, Entry] = {}
         self._resizable: dict[int, Entry] = {}
         """Of these the ones of owners in RESIZED: few, and looked at after every operation."""
@@ -83,31 +90,34 @@ class StorageBook(TorchDispatchMode):
             self.enter(tensor, GATHERED if isinstance(tensor, nn.Parameter) else OTHER)
         result = func(*args, **(kwargs or {}))
         added = [entry for tensor in _tensors(result) if (entry := self.enter(tensor, TEMPORARY)) is not None]
-        self._measure_again()
+        if self.on_operation is not None:
+            self.on_operation(func, args, kwargs or {}, result)
+        if self.may_resize:
+            self._measure_again()
         self.after_operation(added)
         return result
 
     def enter(self, tensor: Tensor, owner: Owner) -> Entry | None:
         """Add a tensor's storage if it is not in the book; return its entry only if it was added."""
-        storage = storage_of(tensor)
-        if storage is None or storage._cdata in self._entries or storage.device.type != self.device_type:
+        storage = storage_of(tensor, of_fakes=self.of_fakes)
+        if storage is None or storage._cdata in self._entries or _device_type(tensor) != self.device_type:
             return None
         return self._add(storage, owner)
 
     def find(self, tensor: Tensor) -> Entry | None:
         """Return the entry of a tensor's storage, or None if it is not in the book."""
-        storage = storage_of(tensor)
+        storage = storage_of(tensor, of_fakes=self.of_fakes)
         return None if storage is None else self._entries.get(storage._cdata)
 
     def give(self, tensor: Tensor, owner: Owner) -> Entry | None:
         """Let a tensor's storage belong to an owner; it is added where it is not in the book."""
-        storage = storage_of(tensor)
+        storage = storage_of(tensor, of_fakes=self.of_fakes)
         if storage is None:
             return None
         entry = self._entries.get(storage._cdata)
         if entry is not None:
             self.pass_on(entry, owner)
-        elif storage.device.type == self.device_type:
+        elif _device_type(tensor) == self.device_type:
             entry = self._add(storage, owner)
         return entry
 
@@ -167,10 +177,27 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory behind a tensor on this rank; None for what has none (meta, sparse, other subclasses)."""
-    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
-    local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
+def storage_of(tensor: Tensor, *, of_fakes: bool = False) -> torch.UntypedStorage | None:
+    """Return the memory behind a tensor on this rank; None for what has none (meta, sparse, other subclasses).
+
+    Args:
+        tensor: plain or a `DTensor`.
+        of_fakes: return the storage of a fake tensor too: its size is right, and nothing is there.
+    """
+    local = _inner(tensor)
+    if type(local) is FakeTensor:  # before anything else is asked of it: each question is an operation
+        return local.untyped_storage() if of_fakes else None
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided or local.is_meta:
         return None
     return local.untyped_storage()
+
+
+def _device_type(tensor: Tensor) -> str:
+    """Return where a tensor's memory is; the storage of a fake one would say meta."""
+    local = _inner(tensor)
+    return local.fake_device.type if type(local) is FakeTensor else local.device.type
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` would be an operation
+    return local.elem if isinstance(local, AsyncCollectiveTensor) else local

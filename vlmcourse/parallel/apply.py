@@ -117,7 +117,7 @@ def _distribute(
             broadcast_weights(model)
         are_equal = True
         apply_tensor(
-            as_vlm(model.to(ranks.device)),
+            as_vlm(_moved(model, ranks)),
             place.axis("tp"),
             vision=config.vision_plan,
             sequence_parallel=config.sequence_parallel,
@@ -129,12 +129,12 @@ def _distribute(
     if activations is not None:  # between the two: recomputation is inside the hooks that gather a block's weights
         activations(model)
     if config.strategy in ("ddp", "zero1"):
-        wrapped = apply_ddp(model.to(ranks.device), ranks)
+        wrapped = apply_ddp(_moved(model, ranks), ranks)
         if config.compression != "none":
             compress_gradients(wrapped, config.compression)
         return wrapped
     if config.strategy == "accelerate-ddp":
-        return apply_accelerate(model.to(ranks.device), ranks)
+        return apply_accelerate(_moved(model, ranks), ranks)
     if config.strategy in SHARDED:  # moves to the device block by block, as it shards
         offload = offload or OffloadConfig()
         sharded = apply_fsdp(
@@ -150,7 +150,13 @@ def _distribute(
         if offload.layered:
             take_one_at_a_time(sharded)
         return sharded
-    return model.to(ranks.device)
+    return _moved(model, ranks)
+
+
+def _moved(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """Return the model on its rank's device; where it is there, as it is: `to` exchanges fake parameters for others."""
+    is_there = all(tensor.device.type == ranks.device.type for tensor in (*model.parameters(), *model.buffers()))
+    return model if is_there and ranks.device.type == "cpu" else model.to(ranks.device)
 
 
 def _loss_of_part(loss_sum: LossSum, config: ParallelConfig, place: Place) -> LossSum:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.ranks import Ranks, answers
 
 
 def apply_ddp(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:
@@ -35,7 +35,7 @@ def apply_ddp(model: nn.Module, ranks: Ranks) -> DistributedDataParallel:
     """
     # Gradients live inside the buckets that are reduced (no second copy of them), and buffers are constants that every
     # rank computed alike.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False, init_sync=answers())
 
 
 def shard_optimizer(groups: Iterable[dict[str, Any]], optimizer_class: type[Optimizer], **options: Any) -> Optimizer:

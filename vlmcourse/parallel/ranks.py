@@ -27,6 +27,8 @@ from vlmcourse.machine import num_usable_cores
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+FAKE = "fake"
+"""PyTorch's backend that sends nothing: one process plays a rank of any number of them."""
 Grid = tuple[str, tuple[int, ...], tuple[str, ...]]
 _meshes: dict[tuple[dist.ProcessGroup, Grid], DeviceMesh] = {}
 """By the group of all ranks and the kind of device, sizes and names of the axes; see `share_mesh`."""
@@ -116,11 +118,12 @@ def group_timeout_s(group: dist.ProcessGroup | None = None) -> float:
         group: None is all ranks.
 
     Returns:
-        The shortest of its backends; infinite where there is no group to wait for.
+        The shortest of its backends; infinite where there is no group to wait for, or nobody answers (see `answers`).
     """
     live = group or (dist.group.WORLD if dist.is_initialized() else None)
     backends = [live._get_backend(device) for device in live._device_types] if live is not None else []
-    return min((backend.options._timeout.total_seconds() for backend in backends), default=math.inf)
+    options = [backend.options for backend in backends if backend.options is not None]  # PyTorch's fake one has none
+    return min((option._timeout.total_seconds() for option in options), default=math.inf)
 
 
 def share_mesh(ranks: Ranks, sizes: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
@@ -149,8 +152,17 @@ def share_mesh(ranks: Ranks, sizes: tuple[int, ...], axes: tuple[str, ...]) -> D
 
 def limit_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Give the groups of a mesh the time limit of all ranks: PyTorch gives them 30 minutes; return the mesh."""
-    limit_groups(mesh.get_all_groups(), group_timeout_s())
+    if answers():
+        limit_groups(mesh.get_all_groups(), group_timeout_s())
     return mesh
+
+
+def answers() -> bool:
+    """Whether other ranks really take part in collectives: on PyTorch's `fake` backend (a dry run) none is there.
+
+    What a collective returns there is made up, so that nothing may be compared with it.
+    """
+    return not (dist.is_initialized() and dist.get_backend() == FAKE)
 
 
 def limit_groups(groups: Iterable[dist.ProcessGroup], timeout_s: float) -> None:

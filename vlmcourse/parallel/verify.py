@@ -19,7 +19,7 @@ from vlmcourse.config import ParallelConfig
 from vlmcourse.layout import Layout
 from vlmcourse.parallel.comm import local_part, sum_over_ranks
 from vlmcourse.parallel.fsdp import count_wrong_prefetch, find_blocks, find_units
-from vlmcourse.parallel.ranks import Ranks
+from vlmcourse.parallel.ranks import Ranks, answers
 
 
 def check_sharding(model: nn.Module, config: ParallelConfig, layout: Layout, ranks: Ranks, where: str) -> None:
@@ -49,6 +49,8 @@ def check_sharding(model: nn.Module, config: ParallelConfig, layout: Layout, ran
     num_local = sum(local_part(p).numel() for p in model.parameters())
     num_full = sum(p.numel() for p in model.parameters())
     num_mine = sum(p.numel() / _num_parts(p) for p in model.parameters())
+    if not answers():
+        return  # what the ranks store together, none of them can say
     num_stored, num_expected = (round(n) for n in sum_over_ranks([num_local, num_mine], ranks))
     if num_local >= num_full or num_stored != num_expected:
         raise RuntimeError(
@@ -84,6 +86,8 @@ def check_equal_weights(model: nn.Module, ranks: Ranks) -> None:
         RuntimeError: naming the first parameter that differs from rank 0's.
     Communicates: one all-gather, 8 bytes a parameter and rank.
     """
+    if not answers():
+        return
     names = [name for name, _ in model.named_parameters()]
     mine = torch.tensor([fingerprint(p) for p in model.parameters()], dtype=torch.int64, device=ranks.device)
     everyone = [torch.empty_like(mine) for _ in range(ranks.world_size)]

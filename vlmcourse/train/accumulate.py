@@ -106,7 +106,7 @@ def accumulate_gradients(
             loss_sums = model.pipeline.forward_backward(batches, loss_scale, context)
         model.pipeline.reduce_tied_gradients()
     else:
-        loss_sums = _run_one_by_one(model, batches, ranks, precision, loss_scale, how)
+        loss_sums = run_one_by_one(model, batches, ranks, precision, loss_scale, how)
     loss = sum(sum_over_ranks(loss_sums, ranks)) / layout.tp / weights  # ranks of one tp group have the same
     if not math.isfinite(loss):
         raise RuntimeError(explain_nonfinite(f"the loss of this step is {loss}", ranks, precision))
@@ -135,7 +135,7 @@ def _check_pipeline_loss(model: PipelinedModel, how: Accumulation) -> None:
         )
 
 
-def _run_one_by_one(
+def run_one_by_one(
     model: nn.Module,
     batches: Sequence[Batch],
     ranks: Ranks,
@@ -143,7 +143,16 @@ def _run_one_by_one(
     loss_scale: float,
     how: Accumulation,
 ) -> list[Tensor]:
-    """Run each micro-batch through the whole model; return their loss sums."""
+    """Run each micro-batch forward and backward through the whole model (no pipeline); return their loss sums.
+
+    Args:
+        model: as in `accumulate_gradients`.
+        batches: as there.
+        ranks: as there.
+        precision: as there.
+        loss_scale: what each loss sum is multiplied by before backward.
+        how: as there.
+    """
     loss_sums: list[Tensor] = []
     weighting: tuple[Any, ...] = () if how.weighting == "tokens" else (how.weighting,)
     if how.rows is not None and how.rows.is_open:

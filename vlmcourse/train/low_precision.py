@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from vlmcourse.parallel.comm import local_part
@@ -105,7 +106,7 @@ class LowPrecisionAdamW(Optimizer):
         """Make one parameter's step, on the part of it that this rank stores."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         state["step"] += 1
-        step = int(state["step"])
+        step = 1 if isinstance(state["step"], FakeTensor) else int(state["step"])  # a dry run has no values
         gradient, weight = local_part(p.grad).float(), local_part(p).float()  # type: ignore[arg-type]
         mean, square = (local_part(state[key]).float() for key in ROUNDED)
         if self.keeps_master:

@@ -155,8 +155,14 @@ def clip_global_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
         The L2 norm of the whole gradient before clipping, equal on every rank and under every strategy.
     Communicates: where gradients are shards, all-reduces of 4 bytes to add up the ranks' squares.
     """
+    return float(scale_to_norm(parameters, max_norm))
+
+
+@torch.no_grad()
+def scale_to_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Do what `clip_global_norm` does, and return the norm as a tensor of the device: nothing waits for its value."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(gradients)
     if max_norm > 0:
         multiply_local_parts(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as torch's own clipping
-    return float(norm)
+    return norm

@@ -15,6 +15,7 @@ import hashlib
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -74,9 +75,10 @@ def global_index(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-    local_shape, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )  # fmt: skip
+    with unset_fake_temporarily():  # it reads a table of rows, also in a dry run
+        local_shape, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
     index = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for dim, (length, offset) in enumerate(zip(local_shape, offsets, strict=True)):
         stride = tensor.shape[dim + 1 :].numel()

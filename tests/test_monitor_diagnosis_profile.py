@@ -34,6 +34,8 @@ from vlmcourse.monitor.trace_summary import summarise
 
 GPU = {"device": "cuda", "gpu_memory_bytes": 80 * GIB}
 STEPS = (4, 5)
+WAITS_S = ([0.05, 0.01], [0.02, 0.04])
+"""Of a step with two exchanges, by rank."""
 
 
 def rank_time(rank: int, step_s: float = 0.1, **changes: Any) -> RankTime:
@@ -319,10 +321,7 @@ def test_a_slow_rank_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path: 
 
 def test_log_and_profile_compare_the_same_part_of_the_waits(tmp_path: Path) -> None:
     """Each rank waits 60 ms a step, but of the two exchanges only 20 and 10 are waited by both."""
-    folder = write_log(
-        tmp_path,
-        lambda rank, step: {"communication_s": 0.06, "waits_s": [0.05, 0.01] if rank == 0 else [0.02, 0.04]},
-    )
+    folder = write_log(tmp_path / "alike", lambda rank, step: {"communication_s": 0.06, "waits_s": WAITS_S[rank]})
     ranks = [rank_time(rank, 0.156, exposed_s=0.12) for rank in (0, 1)]
     alike = diagnose(add_profile(folder, *ranks, shared_exposed_s=0.06))
     (sent,) = [finding for finding in (*alike.findings, *alike.below) if finding.cause == "communication"]
@@ -331,6 +330,17 @@ def test_log_and_profile_compare_the_same_part_of_the_waits(tmp_path: Path) -> N
         "shows exposed communication for 19% of the time, with the rank that waits least in each" in sent.evidence[-1]
     )
     assert "the step log agrees (19% in the steps looked at)" in sent.evidence[-1]
+    # The steps after the recorded ones wait 0.1 s more in their last exchange: 130 of 256 ms.
+    later = write_log(
+        tmp_path / "later",
+        lambda rank, step: {
+            "communication_s": 0.06 + (0.1 if step > 6 else 0.0),
+            "waits_s": [waited + (0.1 if i and step > 6 else 0.0) for i, waited in enumerate(WAITS_S[rank])],
+        },
+    )
+    changed = diagnose(add_profile(later, *ranks, shared_exposed_s=0.06))
+    assert only(changed).cause == "communication"
+    assert said(changed, "The step log agrees for these steps (19%), but has 50% in those looked at")
     for path in (folder / PROFILE_FOLDER).iterdir():
         path.unlink()
     (folder / PROFILE_FOLDER).rmdir()

@@ -18,10 +18,13 @@ import torch
 from parity import AwkwardTrainer, awkward_samples, build_trainer, parity_config, small_shape
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlmcourse.config import OptimizerConfig, TrainConfig
 from vlmcourse.data.samples import IGNORE_LABEL, Message, Sample
 from vlmcourse.models.vlm import build_model
+from vlmcourse.parallel.clipping import total_norm
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.train.accumulate import micro_batch_loss_sum
 from vlmcourse.train.checkpoint import check_same_formats
@@ -110,6 +113,27 @@ def test_clipping_scales_all_gradients_by_one_factor() -> None:
     assert clip_global_norm([a, b], 0.0) == pytest.approx(1.0)
     assert clip_global_norm([a, b], 10.0) == pytest.approx(1.0)  # short ones are not lengthened
     assert torch.allclose(b.grad, torch.tensor([0.8]))
+
+
+def test_the_norm_of_16_bit_gradients_is_exact_and_makes_no_copies_of_them() -> None:
+    gradients = [torch.randn(512, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(3)]
+    with MadeSizes() as made:
+        norm = total_norm(gradients)
+    assert float(norm) == pytest.approx(float(torch.cat(gradients).double().norm()), rel=1e-6)
+    assert max(made.sizes) <= len(gradients)
+
+
+class MadeSizes(TorchDispatchMode):
+    """Elements of the tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.sizes += [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vlmcourse.parallel.comm import at_least_fp32, local_part
+from vlmcourse.parallel.comm import local_part
 
 
 @torch.no_grad()
@@ -80,8 +80,11 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     level = torch_logger.level
     torch_logger.setLevel(logging.ERROR)
     try:
-        # bf16 gradients: their squares would be added up with 8 significant bits.
-        norm = torch.nn.utils.get_total_norm([at_least_fp32(g) for g in gradients])
+        # bf16 gradients: their squares would be added up with 8 significant bits. The type is asked for rather than
+        # made before: fp32 copies of all gradients at once would be the peak of a step's memory.
+        is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64 if is_double else torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     finally:
         torch_logger.setLevel(level)

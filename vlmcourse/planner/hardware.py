@@ -126,7 +126,7 @@ _SPECS = (
     _spec("rtx4090-24", 24, 1008, 32, 32, "NVIDIA Ada white paper", units=128, power_w=450, **_RTX_4090),
     _spec("a100-40", 40, 1555, 300, 32, "NVIDIA A100 SXM datasheet", units=108, power_w=400, **_AMPERE),
     _spec("a100-80", 80, 2039, 300, 32, "NVIDIA A100 SXM datasheet", units=108, power_w=400, **_AMPERE),
-    _spec("a800-80", 80, 2039, 200, 32, "A100 SXM with NVLink cut to 400 GB/s", units=108, power_w=400, **_AMPERE),
+    _spec("a800-80", 80, 2039, 200, 32, "A100 datasheet, NVLink cut to 400 GB/s", units=108, power_w=400, **_AMPERE),
     _spec("h100", 80, 3350, 450, 64, f"NVIDIA H100 SXM datasheet, {_HALVED}", units=132, power_w=700, **_HOPPER),
     _spec(
         "h100-pcie", 80, 2000, 64, 64, f"NVIDIA H100 PCIe datasheet, {_HALVED}", units=114, power_w=350, **_HOPPER_PCIE

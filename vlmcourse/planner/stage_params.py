@@ -51,14 +51,16 @@ def list_units(shape: VLMShape, split: StageSplit, stage: int, vision_plan: str 
     language, found = shape.language, list[Unit]()
     width, matrix = language.hidden_size, shapes.count_embedding_params(language)
     is_last = stage == split.num_stages - 1
-    if stage == 0:
+    has_vision = shape.vision.num_layers > 0  # else a decoder alone
+    if stage == 0 and has_vision:
         found.append(Unit("vision", "patches", 1, 0, shapes.count_vision_embedding_params(shape.vision)))
     if blocks := split.vision_blocks(stage):
         found.append(Unit("vision", "layer", len(blocks), *_split_vision_layer(shape.vision, vision_plan)))
-    if stage == split.fusion_stage:
+    if stage == split.fusion_stage and has_vision:
         folded = round(shape.vision.hidden_size / shape.pixel_shuffle_fraction**2)
         whole = 2 * folded + width  # the norm, and the bias that is added to the ranks' sum
         found.append(Unit("projector", "projector", 1, shapes.count_projector_params(shape) - whole, whole))
+    if stage == split.fusion_stage:
         found.append(Unit("language", "embedding", 1, matrix, 0))
     if blocks := split.language_blocks(stage):
         found.append(Unit("language", "layer", len(blocks), *_split_language_layer(language)))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vlmcourse.planner import shapes
 from vlmcourse.planner.context_traffic import estimate_attention_traffic
 from vlmcourse.planner.fabric import exposed_s, group_of
 from vlmcourse.planner.layer_times import (
@@ -25,6 +24,7 @@ from vlmcourse.planner.layer_times import (
     projector_time,
     vision_layer_time,
 )
+from vlmcourse.planner.stage_params import count_local, list_units
 from vlmcourse.planner.stages import StageSplit
 from vlmcourse.planner.step_settings import Ranks
 from vlmcourse.recompute import plan_segments
@@ -85,13 +85,21 @@ def stage_costs(ranks: Ranks, split: StageSplit) -> list[StageCost]:
             stage == split.num_stages - 1,
         )
         if of_stage not in known:
-            known[of_stage] = _stage_cost(ranks, *of_stage)
+            units = list_units(ranks.model, split, stage)
+            held = count_local(units, ranks.plan.tp, ranks.plan.vision_tp)
+            known[of_stage] = _stage_cost(ranks, held, *of_stage)
         found.append(known[of_stage])
     return found
 
 
 def _stage_cost(
-    ranks: Ranks, vision_blocks: int, language_blocks: int, has_patches: bool, has_fusion: bool, has_head: bool
+    ranks: Ranks,
+    held: dict[str, int],
+    vision_blocks: int,
+    language_blocks: int,
+    has_patches: bool,
+    has_fusion: bool,
+    has_head: bool,
 ) -> StageCost:
     plan, model, compute = ranks.plan, ranks.model, ranks.compute
     tokens, tiles = ranks.num_tokens, ranks.num_tiles
@@ -122,7 +130,6 @@ def _stage_cost(
     )
     tensor_s = _tensor_s(ranks, vision_blocks, language_blocks, again, reached)
     context_s = _context_s(ranks, language, language_blocks, again["language"][0])
-    held = _held_params(ranks, vision_blocks, language_blocks, has_patches, has_fusion, has_head)
     forward_s = sum(time.forward_s * n for time, n, _ in parts)
     input_s = sum(time.input_s * n for time, n, tower in parts if reached[tower])
     weight_s = sum(time.weight_s * n for time, n, tower in parts if trains[tower])
@@ -206,23 +213,6 @@ def _context_s(ranks: Ranks, layer: LayerTime, num_blocks: int, num_again: int) 
     forward_s = seconds(traffic.forward, layer.attention_s)
     backward_s = seconds(traffic.backward, 2.5 * layer.attention_s)
     return num_blocks * forward_s, num_blocks * backward_s + num_again * forward_s
-
-
-def _held_params(
-    ranks: Ranks, vision_blocks: int, language_blocks: int, has_patches: bool, has_fusion: bool, has_head: bool
-) -> dict[str, int]:
-    """Count the parameters of a stage by tower after tensor parallelism, as `memory.local_params` does."""
-    plan, model = ranks.plan, ranks.model
-    vision = vision_blocks * shapes.count_vision_layer_params(model.vision)
-    vision += shapes.count_vision_embedding_params(model.vision) if has_patches and model.vision.num_layers else 0
-    language = language_blocks * shapes.count_language_layer_params(model.language)
-    language += shapes.count_embedding_params(model.language) if has_fusion else 0
-    if has_head:
-        language += shapes.count_head_params(model.language)
-        if model.language.tied_embeddings and not has_fusion:
-            language += shapes.count_embedding_params(model.language)
-    projector = shapes.count_projector_params(model) if has_fusion and model.vision.num_layers else 0
-    return {"vision": -(-vision // plan.vision_tp), "projector": projector, "language": -(-language // plan.tp)}
 
 
 def _shard_s(

@@ -15,6 +15,7 @@ from vlmcourse.layout import find_layout
 from vlmcourse.planner import auto
 from vlmcourse.planner.auto import settle_run
 from vlmcourse.planner.degrees import settle
+from vlmcourse.planner.search_reasons import split_gain
 from vlmcourse.planner.this_cluster import ThisCluster, describe_gpus, find_cluster
 from vlmcourse.presets import get_model
 
@@ -51,6 +52,15 @@ def test_on_known_gpus_the_fastest_plan_that_fits_is_chosen_and_the_reason_says_
     best = search.best[0].choice
     assert (chosen.tp, chosen.cp, chosen.pp) == (best.tp, best.cp, best.pp)
     assert best.micro_batch_size == 1 and best.grad_accum_steps == 4
+    for cost in search.best:  # what auto does not choose is the configuration's
+        assert (cost.choice.recompute_vision, cost.choice.recompute_language) == ("full", "full")
+        assert cost.choice.gradient_sync == "last" or cost.choice.zero_stage < 2
+    # Batches differ with the data-parallel ranks: the shortest step is not the fastest training.
+    assert min(cost.seconds for cost in search.best) < search.best[0].seconds
+    assert max(cost.samples_per_s for cost in search.best) == search.best[0].samples_per_s
+    first, other = search.best[0], min(search.best, key=lambda cost: cost.step.num_samples)
+    saved_s = first.step.num_samples * (1 / other.samples_per_s - 1 / first.samples_per_s)
+    assert sum(split_gain(first, other).values()) == pytest.approx(saved_s)
     for words in ("s a step predicted", "plans looked at; rejected:", "does not fit", "next ", "8 x NVIDIA H100"):
         assert words in reason, reason
     rule, _ = settle(config.parallel, 8, get_model("internvl2-8b"), 4)

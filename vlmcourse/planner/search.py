@@ -223,11 +223,11 @@ def _build_miss(costs: Costs, choice: Choice) -> Miss:
         needed_bytes=cost.host_bytes * cluster.devices_per_node if is_host else cost.peak_bytes,
         available_bytes=cluster.host_memory_bytes if is_host else costs.limit_bytes,
         is_host=is_host,
-        remedy=_find_remedy(costs, choice),
+        remedy=find_remedy(costs, choice),
     )
 
 
-def _find_remedy(costs: Costs, choice: Choice) -> Choice | None:
+def find_remedy(costs: Costs, choice: Choice) -> Choice | None:
     """Return the first change of one thing with which a choice fits."""
     changes: list[dict[str, object]] = [{"recompute_language": "full"}, {"recompute_vision": "full"}]
     changes.append({"recompute_language": "full", "recompute_vision": "full"})

@@ -64,6 +64,13 @@ def say_memory(cost: Cost) -> str:
     return f"{', '.join(words)} GB, at the moment {cost.peak.moment!r} of pipeline rank {cost.peak.stage}"
 
 
+def split_gain(one: Cost, other: Cost) -> dict[str, float]:
+    """Return the seconds of each part that one plan's step saves over another's work on as many samples."""
+    scale = one.step.num_samples / other.step.num_samples
+    mine, theirs = split_seconds(one), split_seconds(other)
+    return {name: theirs[name] * scale - mine[name] for name in mine}
+
+
 def say_why_faster(one: Cost, other: Cost) -> str:
     """Return why a plan is faster than another, by the parts of their steps, each for as many samples.
 
@@ -79,8 +86,7 @@ def say_why_faster(one: Cost, other: Cost) -> str:
             f"{abs(spared):.1f} GB {'less' if spared > 0 else 'more'} memory" if abs(spared) >= 0.1 else "equal memory"
         )
         return f"as fast as the next ({reason})"
-    mine, theirs = split_seconds(one), split_seconds(other)
-    gains = sorted(((theirs[name] * scale - mine[name], name) for name in mine), reverse=True)
+    gains = sorted(((gain, name) for name, gain in split_gain(one, other).items()), reverse=True)
     shown = SMALL_FRACTION * saved_s
     less = [f"{_seconds(gain)} less {name}" for gain, name in gains[:2] if gain > shown]
     more = [f"{_seconds(-gain)} more {name}" for gain, name in reversed(gains[-2:]) if -gain > shown]

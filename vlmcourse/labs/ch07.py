@@ -1,20 +1,15 @@
-"""Chapter 7's glue: a plan of a large model, told in the words of a `Choice` and of a configuration; its mesh, trained.
+"""Chapter 7's glue: a plan of a large model, told in the words of a `Choice` and of a run's configuration.
 
-Enters: a model, a cluster, a workload, choices. Leaves: what the planner says of each, the configuration that a dry run
-plays, and the losses and bytes of a small run on the same mesh.
+Enters: a model, a cluster, a workload, choices. Leaves: what towers weigh, what the planner says of a choice, and a
+played step of it. The same mesh trained for real is in `quoted_mesh.py`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from vlmcourse.config import TrainConfig, parse_config
 from vlmcourse.dryrun import extrapolate_run
-from vlmcourse.labs.memory_check import Comparison, compare
-from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.choice import Choice, Task, strategy_of
 from vlmcourse.planner.choice_cost import Cost, Costs
 from vlmcourse.planner.flops import Work, count_tower_flops
@@ -23,19 +18,9 @@ from vlmcourse.planner.layer_kept import keep_tower
 from vlmcourse.planner.run_peak import count_layers, estimate_run_peak
 from vlmcourse.planner.shapes import count_params
 from vlmcourse.plots.planning import PlayedPlan
-from vlmcourse.train.trainer import Trainer
 
 TOWERS = ("vision", "projector", "language")
 """In the order in which a sample passes them."""
-MESH_SETTINGS: Mapping[str, Any] = {
-    "parallel.strategy": "zero2",
-    "parallel.tp": 2,
-    "parallel.vision_tp": 1,
-    "parallel.gradient_sync": "every",
-    "activations.vision": "full",
-    "activations.language": "full",
-}
-"""What is quoted for InternVL2-26B, as a configuration of this package says it, without the batch."""
 
 
 def cost_of(task: Task, choice: Choice) -> Cost:
@@ -73,7 +58,8 @@ def config_of(task: Task, choice: Choice, *, played_micro_batches: int = 2) -> T
         played_micro_batches: accumulation of the run; from the second micro-batch on all are alike.
 
     Raises:
-        ValueError: if the task's precision is not bf16_mixed, or this package has no such strategy.
+        ValueError: if the task's precision is not bf16_mixed, this package has no such strategy, or no image has so
+            many tiles.
     """
     strategy = strategy_of(choice)
     if task.precision != "bf16_mixed" or not strategy or choice.pp > 1:
@@ -82,11 +68,15 @@ def config_of(task: Task, choice: Choice, *, played_micro_batches: int = 2) -> T
             "under a strategy of this package; choose one of these, or write the configuration yourself"
         )
     tiles = task.workload.tiles_per_sample
+    if tiles < 1 or tiles == 2:
+        raise ValueError(
+            f"tiles_per_sample = {tiles}: one image is 1 tile, or several and a thumbnail; choose 1, or 3 or more"
+        )
     parallel = {"strategy": strategy, "tp": choice.tp, "cp": choice.cp, "gradient_sync": choice.gradient_sync}
     return parse_config(
         {
             "model": {"preset": task.model.name, "freeze": list(task.frozen)},
-            "data": {"max_seq_len": task.workload.seq_len, "max_tiles_per_image": tiles - 1 if tiles > 2 else 1},
+            "data": {"max_seq_len": task.workload.seq_len, "max_tiles_per_image": max(1, tiles - 1)},
             "train": {
                 "precision": "bf16_master",
                 "micro_batch_size": choice.micro_batch_size,
@@ -117,46 +107,3 @@ def play(task: Task, choice: Choice, *, rank: int = 0) -> PlayedPlan:
         found = extrapolate_run(config, rank, world_size, shape=task.model)
     job = describe_config(config, world_size, task.model, task.workload, on_gpu=False)
     return PlayedPlan(found=found, predicted=estimate_run_peak(job))
-
-
-@dataclass(frozen=True)
-class MeshRun:
-    """A small model trained on a mesh."""
-
-    losses: tuple[float, ...]
-    degrees: dict[str, int]
-    """Of the axes that are longer than 1."""
-    comparison: Comparison
-    """The planner's bytes of this rank beside the ledger's."""
-
-
-def mesh_config(accumulation_steps: int, settings: Mapping[str, Any] = MESH_SETTINGS) -> TrainConfig:
-    """Return a run of the tiny model in fp32 on the digits, one sample a micro-batch; no settings are one process's."""
-    train = {"precision": "fp32", "num_steps": 20, "micro_batch_size": 1, "accumulation_steps": accumulation_steps}
-    return parse_config({"train": train, "data": {"num_train_samples": 512, "num_eval_samples": 8}}, dict(settings))
-
-
-def train_on_mesh(ranks: Ranks, *, accumulation_steps: int = 4, num_steps: int = 2) -> MeshRun:
-    """Train the tiny model on the quoted mesh, then compare one step's bytes with the planner's; all ranks together.
-
-    Args:
-        ranks: this process's place, of an even number.
-        accumulation_steps: micro-batches of a step.
-        num_steps: optimizer steps whose losses are wanted.
-
-    Raises:
-        ValueError: if the ranks cannot be split into groups of two.
-    Communicates: what training does.
-    """
-    trainer = Trainer(mesh_config(accumulation_steps), ranks, show_progress=False)
-    losses = tuple(trainer.train_step().loss for _ in range(num_steps))
-    layout = trainer.place.layout
-    degrees = {"tp": layout.tp, "dp": layout.dp_replicate * layout.dp_shard}
-    found = compare("quoted", {**MESH_SETTINGS, "train.accumulation_steps": 2}, ranks)
-    return MeshRun(losses, degrees, found)
-
-
-def train_alone(ranks: Ranks, num_micro_batches: int, *, num_steps: int = 2) -> tuple[float, ...]:
-    """Return the losses of the same steps in one process that takes all micro-batches one after the other."""
-    trainer = Trainer(mesh_config(num_micro_batches, {}), ranks, show_progress=False)
-    return tuple(trainer.train_step().loss for _ in range(num_steps))

@@ -117,7 +117,8 @@ def plot_played_memory(plans: Mapping[str, PlayedPlan], memory_bytes: int, *, ti
         for axes in (course, bar):
             axes.axhline(memory_bytes / GB, color="black", ls="--", lw=1)
             axes.spines[["top", "right"]].set_visible(False)
-        bar.set_title(f"planner\n{plan.predicted.total_bytes / GB:.1f}", fontsize=9)
+        counted = sum(by_style(plan.predicted.owners).values())  # without the allowance, which is never alive
+        bar.set_title(f"planner\n{counted / GB:.1f}", fontsize=9)
         course.set(ylabel="GB of one rank", ylim=(0, 1.22 * highest / GB))
     panels[-1][0].set_xlabel("layers passed in one step (forward and backward of two micro-batches, clipping, update)")
     handles = [Patch(facecolor=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in MEMORY_STYLES.items()]
@@ -143,7 +144,8 @@ def _stack_course(axes: Axes, moments: Sequence[Moment]) -> None:
     for owner, (colour, hatch) in MEMORY_STYLES.items():
         upper = [low + row[owner] / GB for low, row in zip(lower, rows, strict=True)]
         low, high = [*lower, lower[-1]], [*upper, upper[-1]]
-        axes.fill_between(edges, low, high, step="post", color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+        # `color` would set the hatch's color too.
+        axes.fill_between(edges, low, high, step="post", facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0)
         lower = upper
     axes.set_xlim(0, len(rows))
     axes.set_xticks([])

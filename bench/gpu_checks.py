@@ -510,6 +510,18 @@ def check_scaling() -> str:
     return "; ".join(" ".join(text.split()) for text, *_ in found)
 
 
+def check_tuning() -> str:
+    """From naive to tuned on two GPUs: one training, and less memory after each change; shows what the speeds are."""
+    imports = "from vlmcourse.labs.tuning import measure_tuning"
+    asked = "[[row.change, row.tokens_per_s, row.peak_bytes, row.loss] for row in measure_tuning(ranks=ranks)]"
+    rows = run_pair(imports, asked)
+    names, speeds, peaks, losses = zip(*rows, strict=True)
+    assert max(losses) - min(losses) < 0.05, losses
+    way = [peak for name, peak in zip(names, peaks, strict=True) if not name.startswith("+")]
+    assert way == sorted(way, reverse=True), peaks
+    return "; ".join(f"{name} {speed / speeds[0]:.1f} x" for name, speed in zip(names, speeds, strict=True))
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -546,6 +558,42 @@ def check_budget() -> str:
     here_bytes, away_bytes, is_kept, text = run_on_two(code)
     assert away_bytes < here_bytes and is_kept, text
     return f"{text}; {here_bytes / 1e6:.3f} MB with everything there"
+
+
+STEERED = """
+import json
+from vlmcourse.config import parse_config
+from vlmcourse.parallel.ranks import init_ranks, shutdown_ranks
+from vlmcourse.train.controlled import ControlledRun
+from vlmcourse.train.trainer import Trainer
+SCRIPT = {
+    2: [{"action": "balance", "by": "tokens", "shares": [0.6, 0.4]}],
+    3: [{"action": "recompute", "tower": "vision", "policy": "full"}],
+    4: [{"action": "micro_batch", "micro_batch_size": 2, "accumulation_steps": 4}, {"action": "compress", "on": True}],
+}
+ranks = init_ranks()
+table = {"train": {"num_steps": 8, "micro_batch_size": 4, "accumulation_steps": 2}, "parallel": {"strategy": "ddp"}}
+losses, seen, steered = [], [], None
+for is_steered in (False, True):
+    trainer = Trainer(parse_config(table, {}), ranks, show_progress=False)
+    if is_steered:
+        steered = ControlledRun(trainer, lambda metrics: seen.append(metrics) or SCRIPT.get(len(seen)))
+        trainer.after_step.append(steered)
+    losses.append([trainer.train_step().loss for _ in range(8)])
+peaks = [max(metrics["peak_bytes"]) for metrics in seen]
+found = [losses, [done for _, done in steered.done], steered.refused, peaks, seen[0]["device_bytes"] if seen else 0]
+print(json.dumps(found)) if ranks.is_main else None
+shutdown_ranks()
+"""
+
+
+def check_steered() -> str:
+    """A controller steers a run of two GPUs: what it asks for is done, and losses are those of the run left alone."""
+    (alone, steered), done, refused, peaks, device_bytes = run_on_two(STEERED)
+    gap = max(abs(one - other) for one, other in zip(alone, steered, strict=True))
+    assert gap < 1e-3 and len(refused) == 1, (gap, refused)
+    assert len(done) >= 2 and 0 < max(peaks) < device_bytes, (done, peaks, device_bytes)
+    return f"{'; '.join(done)}; losses within {gap:.1e}; peak {max(peaks) / 1e6:.1f} MB of {device_bytes / 1e9:.0f} GB"
 
 
 def check_layered() -> str:
@@ -736,6 +784,7 @@ CHECKS = (
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
     Check("scaling is measured on 1 and 2 GPUs, over NCCL", 2, check_scaling),
+    Check("chapter 7: from naive to tuned on 2 GPUs, one training with less and less memory", 2, check_tuning),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))
@@ -760,6 +809,7 @@ CHECKS = (
     ),
     Check("fsdp on 2 GPUs with its shards in main memory needs less on the GPUs", 2, check_offload_memory),
     Check("a step with its state in main memory keeps the budget of lab 5 on 2 GPUs", 2, check_budget),
+    Check("a controller steers a run of 2 GPUs", 2, check_steered),
     Check("fsdp on 2 GPUs with one layer at a time needs less than with one ahead", 2, check_layered),
     Check("every level of offload on 2 GPUs holds less there than the one before", 2, check_levels),
     Check("deepspeed-zero3 on 2 GPUs with its state in files equals one GPU", 2, check_nvme),

@@ -27,6 +27,7 @@ POINTS = {
     "ch06_monitoring": (4, 0),
     "ch06b_diagnosis": (34, 6),
     "ch07_internvl": (0, 0),
+    "ch07b_tuned": (16, 6),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
 SHOWN = {
@@ -58,6 +59,18 @@ SHOWN = {
         "padded to 1,024 rows: 6.72 GB",
         "tp of the best: 1,",
         "same training: True / bytes within 3 percent: True",
+    ),
+    "ch07b_tuned": (
+        "q_proj [96, 96], the same in the other layout: True",
+        "k_proj [48, 96], the same in the other layout: True",
+        "v_proj [48, 96], the same in the other layout: True",
+        "the first key head begins in row 48,",
+        "the other layout: logits differ by 0e+00 at most",
+        "cut as if stacked: by 1",
+        "largest gap between layouts 0e+00",
+        *("    files of weights: 1\n" for _ in range(2)),
+        "InternVLForConditionalGeneration: logits differ by",
+        "layers move: [7, 4]",
     ),
 }
 """What cells print that the text around them rests on, as often as it stands here."""

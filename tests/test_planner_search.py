@@ -276,6 +276,8 @@ def test_unequal_pictures_cost_most_where_ranks_wait_with_every_micro_batch() ->
     assert costs.find_cost(each).imbalance_s > 2 * costs.find_cost(once).imbalance_s > 0
     assert costs.find_cost(Choice(tp=4, micro_batch_size=1, grad_accum_steps=32)).imbalance_s == 0  # samples are shared
     equal = Costs(task_of(batch=32, workload=replace(LONG, tiles_per_sample=4)))
+    largest = Costs(task_of(batch=32, workload=replace(LONG, tiles_per_sample=13)))
+    assert costs.find_peak(each) == largest.find_peak(each) != equal.find_peak(each)  # memory must do for any of them
     assert equal.find_cost(each).imbalance_s == 0
     # By hand: what a tile costs, from steps of 8 micro-batches with 4 tiles and with none.
     text = Costs(task_of(batch=32, workload=replace(LONG, tiles_per_sample=0))).find_cost(each).step.parts

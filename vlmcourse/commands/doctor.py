@@ -120,6 +120,13 @@ CHAPTERS = {
         on_cpu="everything: GPUs are predicted, steps are played on fake tensors; one cell on 8 gloo ranks",
         on_gpu="the same; the last cells on NCCL where there are 8 GPUs",
     ),
+    "ch07b_tuned": Chapter(
+        title="From weights to a tuned run: Hugging Face folders in and out, tuning, a controller",
+        minutes=55,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks, from random weights; the exercise has a simulated cluster",
+        on_gpu="the same cells on NCCL; speeds and peaks of the GPUs",
+    ),
 }
 
 

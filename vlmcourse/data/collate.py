@@ -13,7 +13,7 @@ from PIL import Image
 
 from vlmcourse.data.kinds import KindSpan, find_kind_spans
 from vlmcourse.data.samples import IGNORE_LABEL, Batch, Sample
-from vlmcourse.data.tiling import normalise_tiles, tile_image
+from vlmcourse.data.tiling import count_tiles, normalise_tiles, tile_image
 from vlmcourse.data.tokenizer import CourseTokenizer
 from vlmcourse.presets import VLMShape
 
@@ -75,6 +75,16 @@ class Collator:
             ValueError: as in `__call__`.
         """
         return self._batch(samples, for_generation=True)
+
+    def measure(self, sample: Sample) -> tuple[int, int]:
+        """Return the tiles and the tokens of a sample, image tokens included, without making tensors of its pictures.
+
+        Raises:
+            ValueError: as in `__call__`.
+        """
+        size, most = self.shape.vision.image_size_px, self.max_tiles_per_image
+        tiles = [count_tiles(image.width, image.height, size, most) for image in sample.images]
+        return sum(tiles), len(self._encode(sample, tiles, False)[0])
 
     def _batch(self, samples: Sequence[Sample], *, for_generation: bool) -> Batch:
         if not samples:

@@ -10,16 +10,24 @@ import sys
 from types import FrameType
 from typing import Any
 
-from vlmcourse.grading.checks import Outcome, call
+from vlmcourse.grading.checks import ARITHMETIC, CALL_LIMIT_S, Outcome, call
 
 
-def call_plainly(function: Any, *args: Any, module: str | tuple[str, ...]) -> Outcome:
+def call_plainly(
+    function: Any,
+    *args: Any,
+    module: str | tuple[str, ...],
+    limit_s: float = CALL_LIMIT_S,
+    advice: str = ARITHMETIC,
+) -> Outcome:
     """Call a learner's function as `call` does; a call of the module's functions is an error.
 
     Args:
         function: the learner's.
         args: what it is called with.
         module: the full name of the module that answers the exercise, or of several.
+        limit_s: as in `call`.
+        advice: as in `call`.
     """
     modules = (module,) if isinstance(module, str) else module
     asked: list[str] = []
@@ -31,7 +39,7 @@ def call_plainly(function: Any, *args: Any, module: str | tuple[str, ...]) -> Ou
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        outcome = call(function, *args)
+        outcome = call(function, *args, limit_s=limit_s, advice=advice)
     finally:
         sys.setprofile(before)
     if asked:

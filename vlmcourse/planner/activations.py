@@ -41,5 +41,13 @@ def estimate_activation_bytes(plan: Plan, model: VLMShape, workload: Workload, s
 
 def activations_of(load: RankLoad) -> int:
     """Return the activation bytes of a load at their fullest moment; what an update copies is none of them."""
+    return max(list_activations(load))
+
+
+def list_activations(load: RankLoad) -> list[int]:
+    """Return the activation bytes of a load at each moment that `activations_of` takes the fullest of.
+
+    Each is a constant, so much a token, and so much a tile (one at least); which moments there are depends on neither.
+    """
     moments = (peak for peak in list_moments(load) if peak.moment != "step")
-    return max(sum(peak.owners[owner] for owner in OWNERS) for peak in moments)
+    return [sum(peak.owners[owner] for owner in OWNERS) for peak in moments]

@@ -27,6 +27,8 @@ class Plan:
     """Tensor-parallel degree of the language tower."""
     pp: int = 1
     """Pipeline stages, each with as many blocks of the two towers as any other, or one fewer (`split_evenly`)."""
+    layers_per_stage: tuple[int, ...] = ()
+    """Another split: how many layers each of the `pp` stages has, as in `stages.StageSplit`; empty: the even one."""
     vision_tp: int = 1
     """Tensor-parallel degree of the vision tower: 1 (each rank of a tp group holds all of it) or equal to `tp`."""
     zero_stage: int = 0
@@ -54,6 +56,10 @@ class Plan:
         for name in ("dp_replicate", "dp_shard", "tp", "pp", "vision_tp", "micro_batch_size"):
             found += _count_problems(name, getattr(self, name), smallest=1)
         found += _count_problems("zero_stage", self.zero_stage, smallest=0, largest=3)
+        if self.layers_per_stage and (len(self.layers_per_stage) != self.pp or min(self.layers_per_stage) < 1):
+            found.append(
+                f"layers_per_stage = {self.layers_per_stage}: give each of the pp = {self.pp} stages a layer or more"
+            )
         for name in ("offload_optimizer", "activation_checkpointing"):
             if not isinstance(getattr(self, name), bool):
                 found.append(f"{name} = {getattr(self, name)!r}: must be True or False")

@@ -121,7 +121,16 @@ def find_split(plan: Plan, model: VLMShape) -> StageSplit:
     """Return what stands on the stages of a plan: the split that the trainer uses where nothing else is asked for.
 
     A plan of more stages than blocks, which `check_plan` refuses, is taken as one of a stage a block.
+
+    Raises:
+        ValueError: if `layers_per_stage` of the plan does not add up to the model's layers.
     """
+    if plan.layers_per_stage:
+        return StageSplit(
+            num_vision_layers=model.vision.num_layers,
+            num_language_layers=model.language.num_layers,
+            layers_per_stage=plan.layers_per_stage,
+        )
     return split_evenly(model, min(plan.pp, model.vision.num_layers + model.language.num_layers))
 
 

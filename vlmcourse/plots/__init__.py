@@ -8,6 +8,10 @@ parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ra
 `offload` (what has to leave the device), `pareto` (what memory buys), `timeline` (what every rank does when, measured
 or predicted), `scaling` (speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself),
 `steps` (step logs of bad runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step).
+`offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
+(speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step), `control` (a run that is steered),
+`tuning` (a run tuned a change at a time, and a packed weight).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -21,6 +25,7 @@ from vlmcourse.plots.activations import (
 )
 from vlmcourse.plots.attention import plot_causal_work, plot_context_traffic
 from vlmcourse.plots.communication import plot_collectives, plot_gathered_weights
+from vlmcourse.plots.control import plot_run
 from vlmcourse.plots.fragmentation import plot_memory_map, plot_memory_over_time, plot_refusal, plot_remedies
 from vlmcourse.plots.holdings import plot_holdings
 from vlmcourse.plots.links import plot_links, plot_overlap
@@ -46,6 +51,7 @@ from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.symptoms import plot_trace
 from vlmcourse.plots.timeline import plot_timeline
 from vlmcourse.plots.training import plot_losses, plot_training
+from vlmcourse.plots.tuning import plot_packed_heads, plot_tuning
 
 __all__ = [
     "COLOURS",
@@ -77,6 +83,7 @@ __all__ = [
     "plot_offload",
     "plot_overlap",
     "plot_pareto",
+    "plot_packed_heads",
     "plot_phases",
     "plot_played_memory",
     "plot_precision_losses",
@@ -84,6 +91,7 @@ __all__ = [
     "plot_rank_times",
     "plot_remedies",
     "plot_roundings",
+    "plot_run",
     "plot_sample_weights",
     "plot_scale",
     "plot_schedules",
@@ -105,4 +113,5 @@ __all__ = [
     "plot_trace",
     "plot_training",
     "plot_training_by_tower",
+    "plot_tuning",
 ]

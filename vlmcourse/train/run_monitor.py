@@ -52,6 +52,8 @@ class RunMonitor:
         self._event_clock = StepClock(ranks.device, tells_communication=tells)
         self.last_times: StepTimes | None = None
         """Of the last step whose times are known; on a GPU that is the one before, or earlier."""
+        self.last_contents: dict[str, int] = {}
+        """What this rank worked on in the last step, by the names of `StepRecord`, and the memory it then held."""
         self._writer: StepLogWriter | None = None
         self._is_open = False
         self.changed = ""
@@ -115,7 +117,8 @@ class RunMonitor:
         record: dict[str, Any] = {"step": step, "start_s": start_s, "world_size": self.ranks.world_size}
         record["data_cpu_s"] = self._loading_cpu_s
         record["cpu_percent"] = 100 * (time.process_time() - cpu_s) / wall_s if wall_s > 0 else None
-        self._untimed.append(record | count_contents(batches) | self._memory())
+        self.last_contents = count_contents(batches) | self._memory()
+        self._untimed.append(record | self.last_contents)
         self._write_known()
 
     @contextmanager

@@ -26,6 +26,7 @@ POINTS = {
     "ch05b_memory_engines": (15, 3),
     "ch06_monitoring": (4, 0),
     "ch06b_diagnosis": (34, 6),
+    "ch07_internvl": (0, 0),
     "ch07b_tuned": (16, 6),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
@@ -50,6 +51,14 @@ SHOWN = {
         "planted: queue that runs empty; found: data_loading",
         "the first fix removes 24.7% of the time: 1 / (1 - 0.247) = 1.33 times",
         "16 of 16 recorded runs",
+    ),
+    "ch07_internvl": (
+        "activations of a sample (GB): vision 50 percent",
+        "samples of a step: 64,",
+        "vision_tp=2 does not divide 25 vision heads: set vision_tp=1\nso the plan",
+        "padded to 1,024 rows: 6.72 GB",
+        "tp of the best: 1,",
+        "same training: True / bytes within 3 percent: True",
     ),
     "ch07b_tuned": (
         "q_proj [96, 96], the same in the other layout: True",

@@ -108,6 +108,7 @@ def test_every_section_asks_for_a_prediction_before_it_shows_a_result() -> None:
     for name, sections in {
         "ch06_monitoring": range(8),
         "ch06b_diagnosis": (8, 9, 10, 12, 13),
+        "ch07_internvl": range(7),
         "ch07b_tuned": range(7, 12),
     }.items():
         cells = nbformat.read(ROOT / f"solutions/{name}/{name}.ipynb", as_version=4).cells

@@ -113,6 +113,13 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks, one cell on 4; most bad runs are recorded ones",
         on_gpu="the same cells on NCCL; scaling with a GPU for each rank",
     ),
+    "ch07_internvl": Chapter(
+        title="What happens on eight H100, before you rent them",
+        minutes=70,
+        min_memory_gib=6,
+        on_cpu="everything: GPUs are predicted, steps are played on fake tensors; one cell on 8 gloo ranks",
+        on_gpu="the same; the last cells on NCCL where there are 8 GPUs",
+    ),
     "ch07b_tuned": Chapter(
         title="From weights to a tuned run: Hugging Face folders in and out, tuning, a controller",
         minutes=55,

@@ -34,6 +34,7 @@ from vlmcourse.plots.monitoring import plot_phases, plot_token_rates, plot_train
 from vlmcourse.plots.offload import plot_offload
 from vlmcourse.plots.pareto import plot_pareto
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
+from vlmcourse.plots.planning import PlayedPlan, plot_played_memory, plot_step_seconds, plot_tower_shares
 from vlmcourse.plots.precision import (
     plot_exponents,
     plot_formats,
@@ -54,6 +55,7 @@ from vlmcourse.plots.tuning import plot_packed_heads, plot_tuning
 
 __all__ = [
     "COLOURS",
+    "PlayedPlan",
     "plot_adaptation",
     "plot_causal_work",
     "plot_chain_plans",
@@ -83,6 +85,7 @@ __all__ = [
     "plot_pareto",
     "plot_packed_heads",
     "plot_phases",
+    "plot_played_memory",
     "plot_precision_losses",
     "plot_refusal",
     "plot_rank_times",
@@ -98,12 +101,14 @@ __all__ = [
     "plot_states",
     "plot_step_formats",
     "plot_step_ledgers",
+    "plot_step_seconds",
     "plot_steps",
     "plot_strategies",
     "plot_sync",
     "plot_timeline",
     "plot_token_rates",
     "plot_tokens",
+    "plot_tower_shares",
     "plot_towers",
     "plot_trace",
     "plot_training",

@@ -27,9 +27,8 @@ TASK = Task(
     global_batch_size=128,
     workload=Workload(seq_len=4096, tiles_per_sample=7),
 )
-FULL = {"recompute_vision": "full", "recompute_language": "full"}
-QUOTED = Choice(tp=2, dp_shard=4, zero_stage=2, grad_accum_steps=32, **FULL)
-SHARDED = Choice(dp_shard=8, zero_stage=3, grad_accum_steps=16, **FULL)
+QUOTED = Choice(tp=2, dp_shard=4, zero_stage=2, grad_accum_steps=32, recompute_vision="full", recompute_language="full")
+SHARDED = Choice(dp_shard=8, zero_stage=3, grad_accum_steps=16, recompute_vision="full", recompute_language="full")
 
 
 def test_towers_weigh_what_a_person_counts() -> None:

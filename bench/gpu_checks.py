@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
+from vlmcourse.config import load_config
 from vlmcourse.data.questions import KINDS
 from vlmcourse.grading.process import QUIET_KERNEL
 from vlmcourse.monitor.alloc_conf import NAMES as ALLOC_CONF_NAMES
@@ -40,6 +41,9 @@ from vlmcourse.monitor.op_dtypes import measure_autocast_policy
 from vlmcourse.monitor.peak import find_peak
 from vlmcourse.monitor.step_clock import PHASES, tells_communication
 from vlmcourse.monitor.step_log import read_step_log
+from vlmcourse.planner.auto import settle_run
+from vlmcourse.planner.this_cluster import find_cluster
+from vlmcourse.presets import get_model
 from vlmcourse.strategies import DEEPSPEED, ENGINES
 from vlmcourse.train.fp8 import Fp8Linear, convert_to_fp8, has_real_fp8
 
@@ -245,6 +249,21 @@ def check_shared_samples(**overrides: Any) -> str:
     strategy = "fsdp" if "parallel__cp" in overrides else "single"
     split = {"train__micro_batch_size": 16, "train__accumulation_steps": 4}
     return check_parity(strategy, **split, **overrides)
+
+
+def check_auto() -> str:
+    """`strategy = "auto"` on GPUs chooses what the search finds for this card, and trains with it.
+
+    On a card that planner/hardware.py does not know it trains by the rule, and the row says so.
+    """
+    here = find_cluster(2, os.environ)
+    result = train("auto", 2)
+    assert result["loss_last"] < result["loss_first"], result
+    config = load_config(ROOT / "configs/tiny.toml", {"parallel.strategy": "auto", "train.micro_batch_size": 32})
+    chosen, reason = settle_run(config, 2, get_model("tiny"))
+    assert result["strategy"] == chosen.strategy, f"ranks trained with {result['strategy']}, the search says {chosen}"
+    assert isinstance(here, str) == ("without a search" in reason), f"{here}: {reason}"
+    return " ".join(f"{chosen.strategy}: {reason}".split())[:MAX_SHOWN]
 
 
 def check_links() -> str:
@@ -491,6 +510,18 @@ def check_scaling() -> str:
     return "; ".join(" ".join(text.split()) for text, *_ in found)
 
 
+def check_tuning() -> str:
+    """From naive to tuned on two GPUs: one training, and less memory after each change; shows what the speeds are."""
+    imports = "from vlmcourse.labs.tuning import measure_tuning"
+    asked = "[[row.change, row.tokens_per_s, row.peak_bytes, row.loss] for row in measure_tuning(ranks=ranks)]"
+    rows = run_pair(imports, asked)
+    names, speeds, peaks, losses = zip(*rows, strict=True)
+    assert max(losses) - min(losses) < 0.05, losses
+    way = [peak for name, peak in zip(names, peaks, strict=True) if not name.startswith("+")]
+    assert way == sorted(way, reverse=True), peaks
+    return "; ".join(f"{name} {speed / speeds[0]:.1f} x" for name, speed in zip(names, speeds, strict=True))
+
+
 def check_fsdp_memory() -> str:
     """FSDP's peak on two GPUs is below one GPU's, for a model whose state dominates."""
     small = {"model__preset": "small", "train__micro_batch_size": 2}
@@ -709,6 +740,7 @@ CHECKS = (
     ),
     Check("ranks choose NCCL and a GPU each", 2, check_nccl),
     Check("ranks forked by the fork server use CUDA", 2, check_forked),
+    Check("auto searches for the plan of these GPUs", 2, check_auto),
     Check("ddp on 2 GPUs equals one GPU", 2, lambda: check_parity("ddp")),
     Check("fsdp on 2 GPUs equals one GPU", 2, lambda: check_parity("fsdp")),
     Check("phases of a step on 2 GPUs under ddp, waiting told", 2, partial(check_step_clock, "ddp", 2)),
@@ -752,6 +784,7 @@ CHECKS = (
     Check("traffic of every stage of ZeRO is explained", 2, partial(check_zero_tables, "measure_traffic")),
     Check("DeepSpeed's ZeRO-3 and FSDP2 side by side", 2, check_engine_table),
     Check("scaling is measured on 1 and 2 GPUs, over NCCL", 2, check_scaling),
+    Check("chapter 7: from naive to tuned on 2 GPUs, one training with less and less memory", 2, check_tuning),
     Check("fsdp on 2 GPUs needs less memory", 2, check_fsdp_memory),
     *(
         Check(f"{strategy} on 2 GPUs equals one GPU", 2, partial(check_parity, strategy))

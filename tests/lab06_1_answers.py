@@ -124,6 +124,13 @@ WRONG: dict[str, tuple[Answer, str, float]] = {
         3.9,
     ),
     "all again": (change(again=lambda trained, before, marked: trained or before), "recomputed all towers", 3.0),
+    "every forward again": (change(again=lambda *_: 1), "every tower's forward once more for HFU", 2.3),
+    "4/3 of MFU": (
+        change(pair=lambda needed, extra, possible: (needed / possible, 4 / 3 * needed / possible)),
+        "took HFU for 4/3 of MFU",
+        2.3,
+    ),
+    "two mistakes, as 8 N": (change(lambda *_: 3, lambda *_: 1), "And you ran every tower's forward once more", 2.0),
     "MFU with recomputation": (
         change(pair=lambda needed, extra, possible: ((needed + extra) / possible,) * 2),
         "counted recomputation into MFU",

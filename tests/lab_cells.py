@@ -19,6 +19,7 @@ CHAPTER_OF = {
     "ex04_4": "ch05b_memory_engines",
     "ex04_5": "ch06b_diagnosis",
     "ex04_6": "ch06b_diagnosis",
+    "ex04_7": "ch07b_tuned",
     "lab05_1": "ch05_zero_offload",
     "lab06_1": "ch06_monitoring",
 }

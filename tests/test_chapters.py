@@ -26,6 +26,7 @@ POINTS = {
     "ch05b_memory_engines": (15, 3),
     "ch06_monitoring": (4, 0),
     "ch06b_diagnosis": (34, 6),
+    "ch07b_tuned": (16, 6),
 }
 """By tests and by hand, of the chapters that the demo does not run and grade (see test_demo.py)."""
 SHOWN = {
@@ -49,6 +50,18 @@ SHOWN = {
         "planted: queue that runs empty; found: data_loading",
         "the first fix removes 24.7% of the time: 1 / (1 - 0.247) = 1.33 times",
         "16 of 16 recorded runs",
+    ),
+    "ch07b_tuned": (
+        "q_proj [96, 96], the same in the other layout: True",
+        "k_proj [48, 96], the same in the other layout: True",
+        "v_proj [48, 96], the same in the other layout: True",
+        "the first key head begins in row 48,",
+        "the other layout: logits differ by 0e+00 at most",
+        "cut as if stacked: by 1",
+        "largest gap between layouts 0e+00",
+        *("    files of weights: 1\n" for _ in range(2)),
+        "InternVLForConditionalGeneration: logits differ by",
+        "layers move: [7, 4]",
     ),
 }
 """What cells print that the text around them rests on, as often as it stands here."""

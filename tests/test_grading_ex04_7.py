@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 from ex04_7_answers import RIGHT, WRONG, Controller, NeverActs, OtherBatch
+from lab_cells import hidden_seeds, read_cells, reference, run_blank, stated_points
 
 from vlmcourse.control.episodes import Result, make_episodes, run_episode, score_speed
 from vlmcourse.grading import ex04_7
@@ -117,3 +119,41 @@ def test_runs_differ_by_seed_and_hold_every_kind() -> None:
     kinds = {kind for one in make_episodes(5, 10) for kind in one.world.kinds}
     assert kinds == {"images", "memory", "slow_rank", "link", "eviction", "quiet"}
     assert {one.job.pp for one in make_episodes(5, 10)} == {1, 4}
+
+
+# --- The notebook ---------------------------------------------------------------------------------------------------
+
+EXERCISE = "ex04_7"
+
+
+def test_the_notebook_asks_what_is_tested_here() -> None:
+    assert stated_points(EXERCISE) == {f"ex04_7_{part}_test": points for part, points in POINTS.items()} | {
+        "ex04_7_design": 6
+    }
+    released = "\n".join(cell.source for cell in read_cells("chapters", EXERCISE).values())
+    seeds = [re.findall(r"\d+", line)[0] for line in hidden_seeds(EXERCISE)]
+    assert len(seeds) == 3 and not any(seed in released for seed in seeds)
+    assert "HIDDEN" not in released and "**An answer.**" not in released and "def relieve" not in released
+
+
+def test_the_reference_answer_of_the_notebook_is_the_one_tested_here() -> None:
+    answer = reference(EXERCISE, "ex04_7_controller")["Controller"]
+    for number in (0, 2, 4):
+        mine, other = (ex04_7.play_run(kind, number).log for kind in (answer, Controller))
+        assert mine.useful_samples == other.useful_samples
+
+
+def test_the_answer_in_words_keeps_to_its_own_limit() -> None:
+    cells = read_cells("solutions", EXERCISE)
+    stated = re.search(r"In (\d+) to (\d+) words", cells["ex04_7_design_task"].source)
+    assert stated is not None
+    answer = cells["ex04_7_design"].source.split("**Rubric")[0].removeprefix("**An answer.**")
+    assert int(stated[1]) <= len(answer.split()) <= int(stated[2])
+
+
+@pytest.mark.notebook
+def test_the_blank_release_prints_that_nothing_is_solved_and_gives_no_points() -> None:
+    found = run_blank(EXERCISE)
+    assert len(found) == 3
+    for name, (printed, result) in found.items():
+        assert "is not solved yet" in printed and float(result) == 0, name

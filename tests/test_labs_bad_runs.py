@@ -114,6 +114,8 @@ def test_a_phase_has_one_name_in_all_figures_and_in_the_text() -> None:
         assert {"waits for data", "waits for ranks"} <= said <= names, (name, said)
     opening = (ROOT / "solutions/ch06_monitoring/ch06_monitoring.ipynb").read_text()
     assert not [name for name in names if f"**{name}**" not in opening]
+    assert '*(PHASE_LABELS[name] for name in phases), \\"sum\\"' in opening, "the headings of the first table"
+    assert " waited for data " in diagnose(run).findings[0].evidence[0]
 
 
 def _rows_of(figure: Figure) -> list[str]:

@@ -105,7 +105,11 @@ def test_one_sample_of_three_has_no_picture_and_lengths_differ() -> None:
 
 
 def test_every_section_asks_for_a_prediction_before_it_shows_a_result() -> None:
-    for name, sections in {"ch06_monitoring": range(8), "ch06b_diagnosis": (8, 9, 10, 12, 13)}.items():
+    for name, sections in {
+        "ch06_monitoring": range(8),
+        "ch06b_diagnosis": (8, 9, 10, 12, 13),
+        "ch07b_tuned": range(7, 12),
+    }.items():
         cells = nbformat.read(ROOT / f"solutions/{name}/{name}.ipynb", as_version=4).cells
         for section in sections:
             mine = [cell for cell in cells if re.match(rf"s{section}(_|$)", cell.id)]

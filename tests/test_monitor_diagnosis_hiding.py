@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,23 @@ from vlmcourse.monitor.diagnosis.findings import Fix
 from vlmcourse.monitor.diagnosis.hiding import describe_places
 from vlmcourse.monitor.step_log import EventRecord, StepLogWriter, StepRecord
 
-OWN_S = {"data": 0.0, "forward": 0.09, "update": 0.004, "callback": 0.0}
+EVENTS = ("checkpoint", "evaluation")
+OWN_S = {"data": 0.0, "forward": 0.09, "update": 0.004, "callback": 0.0, **dict.fromkeys(EVENTS, 0.0)}
 SENT_S, NUM_STEPS = 0.001, 15
 Extra = Mapping[tuple[str, int], float]
 """What ranks take longer, by part of `OWN_S` and rank, in seconds."""
 TOGETHER: Extra = {("data", 0): 0.3, ("callback", 1): 0.25}
+EVEN_CALLBACK = {"callback": 0}
 
 
 def play(
-    folder: Path, extra: Extra, *, num_ranks: int = 2, waits: str = "each", has_rows: bool = False, every: int = 1
+    folder: Path,
+    extra: Extra,
+    *,
+    num_ranks: int = 2,
+    waits: str = "each",
+    has_rows: bool = False,
+    parity: Mapping[str, int] | None = None,
 ) -> Diagnosis:
     """Diagnose a run whose ranks meet after loading and after forward, and in a row after each step if it has rows.
 
@@ -35,12 +44,13 @@ def play(
     Args:
         extra: see `Extra`.
         waits: "each" is logged, or their "sum", or "none" (they count as forward, as on a GPU).
-        every: after so many steps there is a callback.
+        parity: of parts that take longer in every second step only: 0 if in the even ones, 1 if in the odd.
     """
     writers, now_s = [StepLogWriter(folder, rank) for rank in range(num_ranks)], [0.0] * num_ranks
 
-    def go(part: str) -> list[float]:
-        own = [OWN_S[part] + extra.get((part, rank), 0.0) for rank in range(num_ranks)]
+    def go(part: str, step: int) -> list[float]:
+        is_longer = step % 2 == (parity or {}).get(part, step % 2)
+        own = [OWN_S[part] + is_longer * extra.get((part, rank), 0.0) for rank in range(num_ranks)]
         now_s[:] = [moment + seconds for moment, seconds in zip(now_s, own, strict=True)]
         return own
 
@@ -51,9 +61,9 @@ def play(
         return waited
 
     for step in range(1, NUM_STEPS + 1):
-        began, data = list(now_s), go("data")
+        began, data = list(now_s), go("data", step)
         waited_s = [meet()] if num_ranks == 2 else []
-        forward, last_s, update = go("forward"), meet(), go("update")
+        forward, last_s, update = go("forward", step), meet(), go("update", step)
         each_s = list(zip(*waited_s, last_s, strict=True))
         ended = list(now_s)
         for rank, writer in enumerate(writers):
@@ -70,13 +80,17 @@ def play(
                 text_tokens=400,
             )
             writer.write(record)
-        if step % every == 0:
-            go("callback")
+        go("callback", step)
+        for kind in EVENTS:
+            began = list(now_s)
+            for rank, seconds in enumerate(go(kind, step)):
+                if seconds > 0:
+                    writers[rank].write(EventRecord(event=kind, step=step, start_s=began[rank], seconds=seconds))
         if has_rows:
             began = list(now_s)
             for rank, waited in enumerate(meet()):
-                seconds = {"seconds": waited, "communication_s": waited}
-                writers[rank].write(EventRecord(event="log", step=step, start_s=began[rank], **seconds))
+                about: dict[str, Any] = {"start_s": began[rank], "seconds": waited, "communication_s": waited}
+                writers[rank].write(EventRecord(event="log", step=step, **about))
     for writer in writers:
         writer.close()
     return diagnose(folder)
@@ -123,15 +137,37 @@ def test_a_fix_promises_what_is_left_while_the_other_rank_goes_on(tmp_path: Path
 
 
 def test_only_where_both_come_between_the_same_steps_does_one_hide_the_other(tmp_path: Path) -> None:
-    found = play(tmp_path / "both", TOGETHER, every=2)
+    found = play(tmp_path / "both", TOGETHER, parity=EVEN_CALLBACK)
     (loading,) = [finding for finding in found.findings if finding.cause == "data_loading"]
-    cured = play(tmp_path / "cured", without(TOGETHER, "data"), every=2).tokens_per_s
+    cured = play(tmp_path / "cured", without(TOGETHER, "data"), parity=EVEN_CALLBACK).tokens_per_s
     assert best_alone(loading).tokens_per_s == pytest.approx(cured, rel=0.02) and said(loading)
     neither = play(tmp_path / "neither", {}).tokens_per_s
     assert best_together(loading).tokens_per_s == pytest.approx(neither, rel=0.02)
     (halved,) = [fix for fix in loading.fixes if "halve what a sample costs" in fix.what]
-    half = play(tmp_path / "half", {**TOGETHER, ("data", 0): 0.15}, every=2).tokens_per_s
+    half = play(tmp_path / "half", {**TOGETHER, ("data", 0): 0.15}, parity=EVEN_CALLBACK).tokens_per_s
     assert halved.tokens_per_s == pytest.approx(half, rel=0.02)
+
+
+@pytest.mark.parametrize("loads_in", [0, 1], ids=["even", "odd"])
+def test_samples_of_a_step_come_after_what_follows_the_step_before(tmp_path: Path, loads_in: int) -> None:
+    """A callback after even steps comes together with the samples of odd ones, and not with those of even ones."""
+    parity = EVEN_CALLBACK | {"data": loads_in}
+    found = play(tmp_path / "both", TOGETHER, parity=parity)
+    (loading,) = [finding for finding in found.findings if finding.cause == "data_loading"]
+    cured = play(tmp_path / "cured", without(TOGETHER, "data"), parity=parity).tokens_per_s
+    assert best_alone(loading).tokens_per_s == pytest.approx(cured, rel=0.02) and bool(said(loading)) == (loads_in == 1)
+
+
+@pytest.mark.parametrize("waits", ["each", "none"])
+@pytest.mark.parametrize("other", ["evaluation", "callback"])
+def test_a_save_on_one_rank_hides_what_the_other_does_meanwhile(tmp_path: Path, other: str, waits: str) -> None:
+    extra: Extra = {("checkpoint", 0): 0.3, (other, 1): 0.3}
+    found = play(tmp_path / "both", extra, waits=waits)
+    assert {finding.cause: finding.rank for finding in found.findings} == {"checkpoints": 0, f"{other}s": 1}
+    neither = play(tmp_path / "neither", {}, waits=waits).tokens_per_s
+    for finding in found.findings:
+        assert best_alone(finding).gain_fraction < 0.03 and "both must go" in said(finding)
+        assert best_together(finding).tokens_per_s == pytest.approx(neither, rel=0.02)
 
 
 def test_causes_before_different_exchanges_keep_their_gains(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from vlmcourse.monitor.trace_summary import summarise
 
 GPU = {"device": "cuda", "gpu_memory_bytes": 80 * GIB}
 STEPS = (4, 5)
+WAITS_S = ([0.05, 0.01], [0.02, 0.04])
+"""Of a step with two exchanges, by rank."""
 
 
 def rank_time(rank: int, step_s: float = 0.1, **changes: Any) -> RankTime:
@@ -301,28 +303,80 @@ def test_communication_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path
     assert said(found, "30.0 ms a step: no rank is late then") and not said(found, "upper bound")
 
 
-def test_a_slow_rank_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path: Path) -> None:
-    """Waits count as computing, so all ranks seem to compute alike; rank 1 has 40 ms a step more of its own."""
-    change = lambda rank, step: {"communication_s": 0.0, "backward_s": 0.064}  # noqa: E731
-    folder = write_log(tmp_path, change, hardware=GPU, config={"parallel": {"strategy": "fsdp"}})
+def hide_waits(folder: Path) -> Path:
+    """Make a run's log one of FSDP on a GPU: what a rank waits for the others counts as its backward."""
     for path in (folder / "steps").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        rows = [{k: v for k, v in row.items() if k != "communication_s"} for row in rows]
+        for row in rows:
+            if "backward_s" in row:
+                row["backward_s"] += row.pop("communication_s")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert noted(diagnose(folder), "neither it nor a slow rank nor unequal work was looked for")
-    ranks = (rank_time(0, exposed_s=0.09, communication_s=0.09), rank_time(1, exposed_s=0.01, communication_s=0.01))
-    found = diagnose(add_profile(folder, *ranks, on_gpu=True, shared_exposed_s=0.01))
-    assert only(found).cause == "slow_rank" and only(found).rank == 1
-    assert only(found).share == pytest.approx(0.4)
-    assert said(found, "rank 1 has 93.0 ms a step of its own") and said(found, "pace gives 53.0 ms")
+    return folder
+
+
+TWICE = {"tiles": 16, "text_tokens": 800, "image_tokens": 64, "padding_tokens": 32, "samples": 16}
+
+
+def two_ranks(tmp_path: Path, own_s: float, waited_s: float, change: Any = None, **more: Any) -> Diagnosis:
+    """Diagnose a run whose rank 1 has `own_s` of its own in two recorded steps, while rank 0 waits `waited_s`."""
+    seconds, config = own_s + 0.008, more.pop("config", {"parallel": {"strategy": "fsdp"}})
+    longer_s = own_s / 2 - 0.096
+    slower = lambda rank, step: {"backward_s": 0.06 + longer_s * rank} | (change or {} if rank == 1 else {})  # noqa: E731
+    folder = hide_waits(write_log(tmp_path, slower, hardware=GPU, config=config, between=more.pop("between", NOTHING)))
+    ranks = [rank_time(0, seconds / 2, exposed_s=waited_s + 0.008), rank_time(1, seconds / 2, **more)]
+    return diagnose(add_profile(folder, *ranks, on_gpu=True, shared_exposed_s=0.008))
+
+
+NOTHING = lambda rank, step: None  # noqa: E731
+
+
+def test_a_slow_rank_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path: Path) -> None:
+    """Rank 1 has 40 ms a step more of its own."""
+    assert noted(
+        diagnose(hide_waits(write_log(tmp_path / "none", hardware=GPU, config={"parallel": {"strategy": "fsdp"}}))),
+        "neither it nor a slow rank nor unequal work was looked for",
+    )
+    found = two_ranks(tmp_path / "slow", 0.272, 0.08)
+    assert (only(found).cause, only(found).rank) == ("slow_rank", 1)
+    assert only(found).share == pytest.approx(0.08 / 0.28, abs=0.02)
+    assert said(found, "they wait for the rest") and not said(found, "has the most time of its own")
+    healthy = two_ranks(tmp_path / "healthy", 0.192, 0.0)
+    assert not healthy.findings
+
+
+def test_more_work_at_equal_pace_is_unequal_work_by_the_profile(tmp_path: Path) -> None:
+    found = two_ranks(tmp_path / "twice", 0.384, 0.192, TWICE)
+    assert (only(found).cause, only(found).rank) == ("imbalance", 1)
+    assert only(found).share == pytest.approx(0.192 / 0.392 / 2, abs=0.02)
+    # Twice the work in hardly more time: hardly anybody waits, so nobody is named, least of all the rank with less work.
+    assert not two_ranks(tmp_path / "bound", 0.2, 0.008, TWICE).findings
+
+
+def test_where_flops_are_not_known_or_stages_differ_the_profile_names_no_work(tmp_path: Path) -> None:
+    unknown = {"parallel": {"strategy": "fsdp"}, "model": {"hf_folder": "weights"}}
+    found = two_ranks(tmp_path / "unknown", 0.384, 0.192, TWICE, config=unknown)
+    assert only(found).cause == "slow_rank" and said(found, "FLOPs are not known here")
+    staged = {"parallel": {"strategy": "single", "pp": 2}, "train": {"accumulation_steps": 2}}
+    found = two_ranks(tmp_path / "staged", 0.272, 0.08, config=staged)
+    assert not {"slow_rank", "imbalance"} & {finding.cause for finding in (*found.findings, *found.below)}
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_a_rank_is_not_slow_for_what_it_does_between_recorded_steps(tmp_path: Path, waits: int) -> None:
+    """After step 4 both are in a save for 300 ms, in which one writes and the other waits for it."""
+    save = lambda rank, step: ("checkpoint", 0.3) if step == 4 else None  # noqa: E731
+    folder = hide_waits(write_log(tmp_path, hardware=GPU, config={"parallel": {"strategy": "fsdp"}}, between=save))
+    ranks = [
+        rank_time(rank, 0.25, exposed_s=0.288 if rank == waits else 0.008, idle_s=0.02 if rank == waits else 0.3)
+        for rank in (0, 1)
+    ]
+    found = diagnose(add_profile(folder, *ranks, on_gpu=True, shared_exposed_s=0.008))
+    assert not {"slow_rank", "imbalance"} & {finding.cause for finding in found.findings}
 
 
 def test_log_and_profile_compare_the_same_part_of_the_waits(tmp_path: Path) -> None:
     """Each rank waits 60 ms a step, but of the two exchanges only 20 and 10 are waited by both."""
-    folder = write_log(
-        tmp_path,
-        lambda rank, step: {"communication_s": 0.06, "waits_s": [0.05, 0.01] if rank == 0 else [0.02, 0.04]},
-    )
+    folder = write_log(tmp_path / "alike", lambda rank, step: {"communication_s": 0.06, "waits_s": WAITS_S[rank]})
     ranks = [rank_time(rank, 0.156, exposed_s=0.12) for rank in (0, 1)]
     alike = diagnose(add_profile(folder, *ranks, shared_exposed_s=0.06))
     (sent,) = [finding for finding in (*alike.findings, *alike.below) if finding.cause == "communication"]
@@ -331,6 +385,17 @@ def test_log_and_profile_compare_the_same_part_of_the_waits(tmp_path: Path) -> N
         "shows exposed communication for 19% of the time, with the rank that waits least in each" in sent.evidence[-1]
     )
     assert "the step log agrees (19% in the steps looked at)" in sent.evidence[-1]
+    # The steps after the recorded ones wait 0.1 s more in their last exchange: 130 of 256 ms.
+    later = write_log(
+        tmp_path / "later",
+        lambda rank, step: {
+            "communication_s": 0.06 + (0.1 if step > 6 else 0.0),
+            "waits_s": [waited + (0.1 if i and step > 6 else 0.0) for i, waited in enumerate(WAITS_S[rank])],
+        },
+    )
+    changed = diagnose(add_profile(later, *ranks, shared_exposed_s=0.06))
+    assert only(changed).cause == "communication"
+    assert said(changed, "The step log agrees for these steps (19%), but has 50% in those looked at")
     for path in (folder / PROFILE_FOLDER).iterdir():
         path.unlink()
     (folder / PROFILE_FOLDER).rmdir()

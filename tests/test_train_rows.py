@@ -19,9 +19,10 @@ from vlmcourse.monitor.step_clock import StepTimes
 from vlmcourse.parallel.ranks import Ranks
 from vlmcourse.planner.flops import Work, count_step_flops
 from vlmcourse.presets import MODELS
-from vlmcourse.train import row_meter
+from vlmcourse.train import report, row_meter
+from vlmcourse.train.evaluate import ExactMatch
 from vlmcourse.train.loss import LossRows, RowLosses
-from vlmcourse.train.report import StepReport
+from vlmcourse.train.report import RunTotals, StepReport
 from vlmcourse.train.row_meter import RowMeter, count_work, sum_by_input
 from vlmcourse.train.rows import COLUMNS, RATE_NAMES, TOWER_NAMES, build_row
 from vlmcourse.train.run_monitor import count_contents
@@ -141,6 +142,25 @@ def test_a_row_is_of_all_ranks_and_samples_that_they_share_count_once(
     assert row["gradients/projector_norm"] == pytest.approx(math.sqrt(2 * 16))
     assert row["updates/llm_ratio"] == pytest.approx(0.1) and "gradients/vision_encoder_norm" not in row
     assert meters[0]._window == row_meter.Window()
+
+
+def test_a_result_counts_tokens_over_the_seconds_of_the_rank_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank had 5 steps of 0.5 s, of which 3 are warm-up; the other one 1.6 s in the same two, and more memory."""
+    totals = RunTotals()
+    for step in range(1, 6):
+        totals.add(StepReport(step, 2.0, 1.0, {}, TokenCount(text=30, visual=10), 0.5))
+    sent: list[list[float]] = []
+
+    def meet(values: list[float], _: Ranks) -> list[float]:
+        sent.append(values)
+        return [max(pair) for pair in zip(values, (2.0**50, 1.6), strict=True)]
+
+    monkeypatch.setattr(report, "max_over_ranks", meet)
+    ranks = Ranks(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"), backend="none")
+    how: dict[str, Any] = {"strategy": "ddp", "exact": ExactMatch(0, 0), "global_batch_size": 8, "history": []}
+    result = totals.summarise(CONFIG, ranks, Layout(dp_replicate=2), **how)
+    assert sent[0][1] == pytest.approx(1.0) and result.tokens_per_s == pytest.approx(2 * 40 / 1.6)
+    assert result.peak_bytes == 2**50 and result.train_seconds == pytest.approx(2.5)
 
 
 def test_towers_are_called_by_their_names_in_rates() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "launch": ("vlmcourse.commands.launch", "write what starts a run on several machines: Slurm, Kubernetes, torchrun"),
     "export": ("vlmcourse.commands.export", "write a run's checkpoint as a Hugging Face folder"),
     "explain": ("vlmcourse.commands.explain", "explain a ds_config.json key by key, and what is wrong with it"),
+    "plan": ("vlmcourse.commands.plan", "find the best plan for a model, devices and a batch, and say why"),
     "validate": ("vlmcourse.commands.validate", "compare the planner's predictions with published figures in a CSV"),
     "grade": ("vlmcourse.commands.grade", "grade a notebook, or a folder of them, in isolation"),
     "demo": ("vlmcourse.commands.demo", "train on two ranks, run chapter 1, grade two submissions; a table at the end"),

@@ -312,7 +312,8 @@ def check_usable(config: ParallelConfig) -> None:
     if config.strategy == "auto":
         raise ValueError(
             "parallel.strategy = 'auto' is not chosen yet: planner.degrees.settle(config, world_size, shape, "
-            "accumulation_steps) chooses, as a Trainer does; pass on what it returns, or name a strategy"
+            "accumulation_steps) chooses by the number of ranks, planner.auto.settle_run as a Trainer does; pass on "
+            "what they return, or name a strategy"
         )
 
 

@@ -113,6 +113,13 @@ CHAPTERS = {
         on_cpu="everything, on 2 gloo ranks, one cell on 4; most bad runs are recorded ones",
         on_gpu="the same cells on NCCL; scaling with a GPU for each rank",
     ),
+    "ch07b_tuned": Chapter(
+        title="From weights to a tuned run: Hugging Face folders in and out, tuning, a controller",
+        minutes=55,
+        min_memory_gib=4,
+        on_cpu="everything, on 2 gloo ranks, from random weights; the exercise has a simulated cluster",
+        on_gpu="the same cells on NCCL; speeds and peaks of the GPUs",
+    ),
 }
 
 

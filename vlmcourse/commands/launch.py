@@ -35,6 +35,9 @@ DEFAULT_RANKS = 8
 DEFAULT_MINUTES = 60
 TRAIN = ("-m", "vlmcourse.cli", "train")
 
+ELSEWHERE = "it will run on other machines; where these are one machine of GPUs, its ranks search for the best plan"
+"""What `choose_degrees` is told about auto."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -147,7 +150,7 @@ def build_launch(args: argparse.Namespace, config: TrainConfig) -> Launch:
     if problems:
         raise ValueError(f"--target {args.target} cannot be written:\n" + "\n".join(f"  - {text}" for text in problems))
     world_size = count_nodes(args) * args.nproc_per_node
-    settled, choice = choose_degrees(config, world_size)
+    settled, choice = choose_degrees(config, world_size, ELSEWHERE)
     check_deepspeed_settings(config, world_size)
     check_room(config)
     check_activations(config)

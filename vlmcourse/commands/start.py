@@ -15,7 +15,7 @@ from pathlib import Path
 from vlmcourse.config import TrainConfig, check_batch
 from vlmcourse.deepspeed_config import Run, check_deepspeed_file
 from vlmcourse.layout import ParallelConfig, find_layout
-from vlmcourse.planner.degrees import settle
+from vlmcourse.planner.auto import settle_run
 from vlmcourse.planner.hf_folder import read_hf_shape
 from vlmcourse.presets import VLMShape, get_model
 from vlmcourse.recompute import RECOMPUTING_TOWERS
@@ -31,16 +31,21 @@ role, text and end."""
 NAMED_IMAGE = re.compile(rb'"image"\s*:\s*(?:"|\[\s*")')
 
 
-def choose_degrees(config: TrainConfig, world_size: int) -> tuple[ParallelConfig, str]:
+def choose_degrees(config: TrainConfig, world_size: int, elsewhere: str = "") -> tuple[ParallelConfig, str]:
     """Refuse a number of ranks, degrees or samples that the run cannot use, and decide what auto leaves open.
+
+    Args:
+        config: the run.
+        world_size: its ranks.
+        elsewhere: why this machine's GPUs are not those that the ranks use; "" if they are.
 
     Returns:
         How the ranks share the work, and what auto chose and why; that text is empty under another strategy.
 
     Raises:
-        ValueError: as in `settle` and `check_batch`.
+        ValueError: as in `settle_run` and `check_batch`.
     """
-    settled, reason = settle(config.parallel, world_size, find_shape(config), config.train.accumulation_steps)
+    settled, reason = settle_run(config, world_size, find_shape(config), elsewhere=elsewhere)
     if settled.strategy == "auto":
         folder = config.model.hf_folder
         why = f"model.hf_folder = {folder!r} is not on this machine"

@@ -16,6 +16,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vlmcourse.data.samples import IGNORE_LABEL, IMAGE_MARKER, Message
+from vlmcourse.planner.hf_chat_config import CHAT_MODEL_TYPE
+from vlmcourse.planner.hf_folder import read_hf_config
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin_tokenizer"
 IMAGE_TOKENS = ("<IMG_CONTEXT>", "<image>", "<|image_pad|>")
@@ -255,8 +257,9 @@ def _read_hf(folder: Path) -> Any:
                 "save_pretrained(new_folder), and set data.tokenizer to the new folder"
             )
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    # A model whose class is code in the folder says nothing of its tokenizer.
-    own = {"config": PreTrainedConfig()} if _auto_map(folder / "config.json") else {}
+    # A model that transformers does not know, with its code in the folder or without, says nothing of its tokenizer.
+    is_foreign = (read_hf_config(folder) or {}).get("model_type") == CHAT_MODEL_TYPE
+    own = {"config": PreTrainedConfig()} if is_foreign or _auto_map(folder / "config.json") else {}
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **own)
 
 

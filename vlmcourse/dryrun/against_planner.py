@@ -26,7 +26,7 @@ REASONS = {
     "zero1, come on top",
     "gathered": "the formula has the root unit, and two copies and the gradient of the largest unit; FSDP's flat "
     "buffers for gathering and reducing come on top, and less may be gathered at the peak",
-    "activations": "the formula is Korthikanti's, of a 16-bit layer with dropout, and has logits and fp32 copies; "
+    "activations": "the formula is of a layer whose norms are one operation each, and has logits and fp32 copies; "
     "the dry run has what PyTorch's CPU operations keep, norms in single steps among it",
 }
 

@@ -14,10 +14,15 @@ from typing import Any
 from vlmcourse.grading.checks import Outcome
 from vlmcourse.grading.plain import call_plainly
 
+BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
 LOOKS = (
-    *("bool", "len", "iter", "getitem", "contains", "call", "hash", "int", "float", "index", "str", "format"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "abs", "neg", "round"),
-    *(f"{side}{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod") for side in ("", "r")),
+    *("bool", "len", "iter", "next", "getitem", "setitem", "delitem", "contains", "call", "enter", "exit", "hash"),
+    *("int", "float", "index", "str", "format", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("abs", "neg", "pos", "invert", "round", "trunc"),
+    *(f"{side}{name}" for name in BINARY for side in ("", "r")),
 )
 """Of Python's special methods, those that need a value."""
 

@@ -106,6 +106,15 @@ ASPECTS: Aspects = {
             "you recomputed all towers: only those that are marked run again",
             lambda is_trained, has_backward, is_marked: has_backward,
         ),
+        (
+            "you ran every tower's forward once more for HFU: only one that is marked and has a backward runs again",
+            lambda is_trained, has_backward, is_marked: True,
+        ),
+        (
+            "you took HFU for 4/3 of MFU, as 8 N over 6 N in papers: that is so only where every tower is trained and "
+            "marked",
+            lambda is_trained, has_backward, is_marked: (1 + has_backward + is_trained) / 3,
+        ),
     ],
     "weight_of_again": [
         ("", (0, 1)),
@@ -151,7 +160,7 @@ def _formula(
     asked: Asked,
     *,
     passes_of: Callable[[Sequence[Tower]], list[tuple[int, bool]]],
-    is_again: Callable[[bool, int, bool], bool],
+    is_again: Callable[[bool, bool, bool], float],
     weight_of_again: tuple[int, int],
     possible_of: Callable[[StepCase], float],
     unit: Callable[[float], float],

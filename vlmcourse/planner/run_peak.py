@@ -5,8 +5,7 @@ axes hold the same, but for shards that do not come out even. Chapter 7.
 
 Assumed: backward of a pipeline that splits it keeps a micro-batch's graph until its gradients of weights are done (in
 PyTorch 2.13 the last stage keeps most of it to the end of the step, see bench/planner_vs_ledger.md). The fused
-optimizer's step needs nothing more; that of 16-bit weights needs fp32 copies of the largest tensor, and the norm of
-16-bit gradients before it a copy of all.
+optimizer's step needs nothing more; that of 16-bit weights needs fp32 copies of the largest tensor.
 """
 
 from __future__ import annotations
@@ -75,18 +74,16 @@ def build_run_load(job: Job, pp_rank: int, layers: Mapping[str, LayerBytes] | No
         always_stored=kept_pictures,
         gathered=gathered,
         late_gradients=late,
-        step_temporary=_step_temporary(job, state, largest),
+        step_temporary=_step_temporary(job, largest),
         # Every rank of a pipeline has the pictures of all micro-batches, whole and cut.
         buffers=_message_bytes(job, numbers) + 2 * pictures - kept_pictures if pp > 1 else 0.0,
         fixed=job.fixed_bytes,
     )
 
 
-def _step_temporary(job: Job, state: StateBytes, largest: int) -> float:
-    """Return what clipping and the update need for a moment; `largest` is the parameters of the largest unit."""
-    if job.recipe.gradient_bytes == 4:
-        return 0.0
-    return max(4.0 * state.gradients / job.recipe.gradient_bytes, 4.0 * STEP_COPIES * largest / job.shard_degree)
+def _step_temporary(job: Job, largest: int) -> float:
+    """Return what the update needs for a moment; `largest` is the parameters of the largest unit."""
+    return 0.0 if job.recipe.gradient_bytes == 4 else 4.0 * STEP_COPIES * largest / job.shard_degree
 
 
 def state_of_towers(job: Job, held: list[tuple[str, int]]) -> StateBytes:

@@ -110,8 +110,7 @@ def check_plan(
     device = get_device(cluster.device)
     memory = estimate_rank_memory(plan, model, workload)
     problems = [
-        *_rank_problems(plan, cluster),
-        *_division_problems(plan, model),
+        *find_degree_problems(plan, model, cluster),
         *_precision_problems(plan, device),
         *_memory_problems(plan, memory, cluster, device),
         *_batch_problems(plan, grad_accum_steps, global_batch_size),
@@ -119,22 +118,42 @@ def check_plan(
     return Verdict(problems=tuple(problems), memory=memory, available_bytes=device.memory_bytes)
 
 
-def _rank_problems(plan: Plan, cluster: Cluster) -> list[Problem]:
+def find_degree_problems(plan: Plan, model: VLMShape, cluster: Cluster, *, cp: int = 1) -> list[Problem]:
+    """Check that a plan's degrees fit the ranks and the model, whatever memory there is.
+
+    Args:
+        plan: how the ranks share the work.
+        model: the model's shape.
+        cluster: the machines.
+        cp: ranks that share each sequence; they come on top of the plan's, and split state with `dp_shard`.
+    """
+    return [*_rank_problems(plan, cluster, cp), *_division_problems(plan, model)]
+
+
+def _rank_problems(plan: Plan, cluster: Cluster, cp: int) -> list[Problem]:
     """Check that the plan uses every rank and splits state where it says it does."""
     found = []
-    if plan.num_ranks != cluster.num_devices:
-        product = f"{plan.dp_replicate} x {plan.dp_shard} x {plan.tp} x {plan.pp} = {plan.num_ranks}"
+    if plan.num_ranks * cp != cluster.num_devices:
+        names, of_cp = (
+            ("dp_replicate x dp_shard x cp x tp x pp", f" x {cp}")
+            if cp > 1
+            else (
+                "dp_replicate x dp_shard x tp x pp",
+                "",
+            )
+        )
+        product = f"{plan.dp_replicate} x {plan.dp_shard}{of_cp} x {plan.tp} x {plan.pp} = {plan.num_ranks * cp}"
         found.append(
             Problem(
                 code="ranks",
-                message=f"dp_replicate x dp_shard x tp x pp = {product}, but {cluster.name} has {cluster.num_nodes} x "
+                message=f"{names} = {product}, but {cluster.name} has {cluster.num_nodes} x "
                 f"{cluster.devices_per_node} = {cluster.num_devices} devices: make the product equal to that",
             )
         )
     if plan.zero_stage == 0 and plan.dp_shard > 1:
         message = f"zero_stage=0 splits nothing, but dp_shard={plan.dp_shard}: raise zero_stage, or use dp_replicate"
         found.append(Problem(code="sharding", message=message))
-    if plan.zero_stage > 0 and plan.dp_shard == 1:
+    if plan.zero_stage > 0 and plan.dp_shard * cp == 1:
         message = f"zero_stage={plan.zero_stage} splits over dp_shard=1 rank, which is nothing: raise dp_shard"
         found.append(Problem(code="sharding", message=message))
     if plan.tp > 1 and cluster.devices_per_node % plan.tp:

@@ -5,9 +5,13 @@ By subject: `training` (losses), `accumulation` (batches cut in pieces), `precis
 (what is alive in a step, what recomputation saves), `memory` (bytes of state), `fragmentation` (holes between blocks),
 `communication` (what ranks send), `samples` (what the model sees), `holdings` (who holds what), `attention` (context
 parallelism), `pipeline` (schedules, and layers that move), `links` (how fast ranks send), `strategies` (side by side),
+`offload` (what has to leave the device), `pareto` (what memory buys), `timeline` (what every rank does when, measured
+or predicted), `scaling` (speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself),
+`steps` (step logs of bad runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step).
 `offload` (what has to leave the device), `timeline` (what every rank does when, measured or predicted), `scaling`
 (speed-ups, and what becomes of the efficiency), `monitoring` (what a run logs about itself), `steps` (step logs of bad
-runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step), `control` (a run that is steered).
+runs, what fixes gain), `symptoms` (GPU use, memory and parts of every step), `control` (a run that is steered),
+`tuning` (a run tuned a change at a time, and a packed weight).
 """
 
 from vlmcourse.plots.accumulation import plot_cuts, plot_drift, plot_norm_errors, plot_sample_weights, plot_sync
@@ -28,6 +32,7 @@ from vlmcourse.plots.links import plot_links, plot_overlap
 from vlmcourse.plots.memory import plot_ledgers, plot_memory_over_ranks, plot_state, plot_states
 from vlmcourse.plots.monitoring import plot_phases, plot_token_rates, plot_training_by_tower
 from vlmcourse.plots.offload import plot_offload
+from vlmcourse.plots.pareto import plot_pareto
 from vlmcourse.plots.pipeline import plot_adaptation, plot_schedules
 from vlmcourse.plots.precision import (
     plot_exponents,
@@ -45,6 +50,7 @@ from vlmcourse.plots.style import COLOURS
 from vlmcourse.plots.symptoms import plot_trace
 from vlmcourse.plots.timeline import plot_timeline
 from vlmcourse.plots.training import plot_losses, plot_training
+from vlmcourse.plots.tuning import plot_packed_heads, plot_tuning
 
 __all__ = [
     "COLOURS",
@@ -74,6 +80,8 @@ __all__ = [
     "plot_norm_errors",
     "plot_offload",
     "plot_overlap",
+    "plot_pareto",
+    "plot_packed_heads",
     "plot_phases",
     "plot_precision_losses",
     "plot_refusal",
@@ -100,4 +108,5 @@ __all__ = [
     "plot_trace",
     "plot_training",
     "plot_training_by_tower",
+    "plot_tuning",
 ]

@@ -39,7 +39,8 @@ from vlmcourse.parallel.engines import (
 from vlmcourse.parallel.mesh import find_place
 from vlmcourse.parallel.pipelined import PipelinedModel
 from vlmcourse.parallel.ranks import Ranks, init_ranks
-from vlmcourse.planner.degrees import settle
+from vlmcourse.planner.auto import settle_run
+from vlmcourse.planner.this_cluster import ON_CPU_CORES
 from vlmcourse.presets import get_model
 from vlmcourse.strategies import DEEPSPEED, SHARDED
 from vlmcourse.train.accumulate import Accumulation, accumulate_gradients, explain_nonfinite
@@ -101,9 +102,8 @@ class Trainer:
         self.ranks = ranks if ranks is not None else init_ranks(config.parallel.timeout_s)
         plain = load_hf_folder(config.model.hf_folder) if model is None and config.model.hf_folder else model
         self.shape = plain.shape if plain is not None else get_model(config.model.preset)
-        self.parallel, reason = settle(
-            config.parallel, self.ranks.world_size, self.shape, config.train.accumulation_steps
-        )
+        elsewhere = "" if self.ranks.device.type == "cuda" else ON_CPU_CORES
+        self.parallel, reason = settle_run(config, self.ranks.world_size, self.shape, elsewhere=elsewhere)
         check_precision(config.train.precision, self.ranks.device)
         if reason and self.ranks.is_main:
             logger.warning("parallel.strategy = 'auto' chose %s: %s", self.parallel.strategy, reason)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CAUSES: dict[str, str] = {
-    "data_loading": "the ranks wait for samples: decoding, too few workers, a slow or shared disk",
+    "data_loading": "the ranks wait for data: decoding, too few workers, a slow or shared disk",
     "slow_rank": "one rank takes longer for the same work: its machine",
     "imbalance": "one rank has more work: larger images, longer texts",
     "communication": "ranks that are all ready wait for data on their way",

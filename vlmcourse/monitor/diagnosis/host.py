@@ -34,7 +34,7 @@ def find_data_loading(facts: RunFacts) -> Finding | None:
     per_step = {step: ranks[slowest].data_wait_s or 0.0 for step, ranks in facts.steps.items()}
     usual_s = median(per_step.values())
     evidence = [
-        f"Rank {slowest} waited for samples {share:.0%} of the time: {1e3 * usual_s:.1f} ms in the median step, "
+        f"Rank {slowest} waited for data {share:.0%} of the time: {1e3 * usual_s:.1f} ms in the median step, "
         f"{1e3 * max(per_step.values()):.1f} ms in the worst, of {1e3 * facts.cycle_s:.1f} ms from step to step."
     ]
     others = [value for rank, value in seconds.items() if rank != slowest]

@@ -3,7 +3,7 @@
 Enters: `RunFacts`, with the profile's summary where the run has one. Leaves: findings with sentences about the recorded
 steps, notes about what does not fit, and lines that say what the profile shows. A profile is of few steps, in which the
 profiler itself takes time; the step log is of all. So shares stay those of the log, but for what only a profile can
-tell: see `device.find_small_kernels`, `clocks.find_copies` and `waiting.find_communication`. Chapter 6.
+tell: `device.find_small_kernels`, `clocks.find_copies`, `waiting.find_communication`, `profile_ranks`. Chapter 6.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _comment(facts: RunFacts, profile: TraceSummary, finding: Finding) -> str:
         return _compare_stalls(facts, profile)
     if finding.cause in ("communication", "pipeline_bubble"):
         return _compare_exposed(facts, profile) if facts.tells_communication else ""
-    if finding.cause in ("slow_rank", "imbalance"):
-        return _compare_ranks(profile, finding)
+    if finding.cause in ("slow_rank", "imbalance"):  # where the log cannot tell them, they are the profile's own
+        return _compare_ranks(profile, finding) if facts.tells_communication else ""
     if finding.cause in (*EVENTS_OF, "callbacks"):
         return _compare_between(facts, profile, finding)
     return ""

@@ -15,6 +15,7 @@ from vlmcourse.monitor.diagnosis.exchanges import shared_waits
 from vlmcourse.monitor.diagnosis.facts import RunFacts, compute_s
 from vlmcourse.monitor.diagnosis.findings import Finding, Fix, build_finding, build_fix
 from vlmcourse.monitor.diagnosis.pipeline import communication_beyond_bubble, pipeline_degree, stage_of_ranks
+from vlmcourse.monitor.diagnosis.profile_ranks import find_unequal_ranks
 from vlmcourse.monitor.profile_summary import TraceSummary, name_steps
 from vlmcourse.strategies import DEEPSPEED, SHARDED
 
@@ -25,12 +26,12 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     Its fast steps (lower quartile) are held against what is usual for the others (median), in seconds by FLOPs, and of
     both halves of the run the one counts in which the difference is smaller: what disturbs now one rank and now another
     does not count, and neither does more work. A slow rank is slow in its best steps too, and all the time. In a
-    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged. Where
-    waits count as computing, the one that seems to compute longest waits longest: then a profile tells, if there is
-    one.
+    pipeline it is held against the other ranks of its stage; a stage that one rank alone has cannot be judged. A rank
+    that has less work and is done as early as the others keeps nobody waiting, however slow it is. Where waits count
+    as computing, the one that seems to compute longest waits longest: then a profile tells, if there is one.
     """
     if not facts.tells_communication:
-        return find_slow_rank_in_profile(facts)
+        return find_unequal_ranks(facts)[0]
     stages = stage_of_ranks(facts)
     groups = [ranks for stage in set(stages.values()) if len(ranks := [r for r in stages if stages[r] == stage]) > 1]
     if not groups:
@@ -48,10 +49,14 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     half = len(work) // 2
     halves = [_compare_pace({r: values[part] for r, values in pace.items()}, slowest) for part in _halves(half)]
     slow_s, others_s = (usual_work * value for value in min(halves, key=lambda pair: pair[0] - pair[1]))
-    share = max(0.0, slow_s - others_s) / facts.cycle_s
+    taken_s = {rank: median(compute_s(r) for _, r in facts.records(rank)) for rank in groups[which]}
+    later_s = taken_s[slowest] - median(value for rank, value in taken_s.items() if rank != slowest)
+    more_s = max(0.0, min(slow_s - others_s, later_s))
+    share = more_s / facts.cycle_s
+    waited = "the rest" if later_s >= slow_s - others_s else f"the {1e3 * more_s:.1f} ms that it takes longer than they"
     evidence = [
         f"Even in its fast steps (lower quartile) rank {slowest} computes for {1e3 * slow_s:.1f} ms, the others "
-        f"usually (median) for {1e3 * others_s:.1f} ms at the same work: they wait for the rest, {share:.0%} of the "
+        f"usually (median) for {1e3 * others_s:.1f} ms at the same work: they wait for {waited}, {share:.0%} of the "
         "time.",
         *_describe_waits(facts, slowest),
     ]
@@ -74,45 +79,6 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     return build_finding("slow_rank", share, evidence, fixes, detail=f"rank {slowest}", rank=slowest)
 
 
-def find_slow_rank_in_profile(facts: RunFacts) -> Finding | None:
-    """Look in the recorded steps, where computing can be told from waiting, for a rank with more time of its own.
-
-    Waits for samples and time between steps, which the step log tells of, are taken off; what is left is held against
-    the median of the others in seconds by FLOPs, where these are known.
-    """
-    profile, profiled = facts.profile, facts.profiled
-    if profile is None or profiled is None or len(profile.ranks) == 1 or pipeline_degree(facts) > 1:
-        return None
-    records = {r.rank: [ranks[r.rank] for ranks in profiled.steps.values() if r.rank in ranks] for r in profile.ranks}
-    flops = {rank: [facts.count_flops(record) for record in of_rank] for rank, of_rank in records.items()}
-    knows = all(of_rank and None not in of_rank for of_rank in flops.values())
-    own_s, pace = {}, {}
-    for of_rank in profile.ranks:
-        in_steps_s = sum(record.step_s for record in records[of_rank.rank]) or of_rank.seconds
-        loading_s = sum(record.data_wait_s or 0.0 for record in records[of_rank.rank])
-        own_s[of_rank.rank] = of_rank.own_s - max(0.0, of_rank.seconds - in_steps_s) - loading_s
-        work = sum(count.hardware for count in flops[of_rank.rank] if count is not None) if knows else 1.0
-        pace[of_rank.rank] = own_s[of_rank.rank] / work
-    slowest = max(pace, key=lambda rank: pace[rank])
-    usual = median(value for rank, value in pace.items() if rank != slowest)
-    usual_s = usual * own_s[slowest] / pace[slowest]
-    share = max(0.0, own_s[slowest] - usual_s) / mean(of_rank.seconds for of_rank in profile.ranks)
-    num_steps = len(profile.steps)
-    evidence = [
-        f"The step log cannot tell it here; in the profile of {name_steps(profile)} rank {slowest} has "
-        f"{1e3 * own_s[slowest] / num_steps:.1f} ms a step of its own, without waits, where the others' pace gives "
-        f"{1e3 * usual_s / num_steps:.1f} ms: they wait for the rest, {share:.0%} of the time. A few steps are little; "
-        "profile later ones to be sure.",
-        "Its work is allowed for (FLOPs of tiles and positions)."
-        if knows
-        else "FLOPs are not known here, so all ranks are taken to have the same work.",
-    ]
-    fixes = [
-        build_fix(f"take the machine of rank {slowest} out, or find what else runs there", facts.tokens_per_s, share)
-    ]
-    return build_finding("slow_rank", share, evidence, fixes, detail=f"rank {slowest}", rank=slowest)
-
-
 def _halves(half: int) -> tuple[slice, slice]:
     return slice(None, half), slice(half, None)
 
@@ -131,6 +97,8 @@ def find_imbalance(facts: RunFacts) -> Finding | None:
     """
     if len(facts.ranks) == 1 or pipeline_degree(facts) > 1 or not _knows_work(facts):
         return None
+    if not facts.tells_communication:
+        return find_unequal_ranks(facts)[1]
     work = _work_by_step(facts)
     heaviest = {step: max(of_rank, key=lambda rank, w=of_rank: w[rank]) for step, of_rank in work.items()}
     pace = median(compute_s(r) / work[r.step][rank] for rank, r in facts.records() if rank != heaviest[r.step])

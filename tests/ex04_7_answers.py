@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[type, tuple[int, ...], str]] = {
     "to the brim": (ToTheBrim, (1, 3), "fills memory up to the brim"),
     "only afterwards": (OnlyAfterwards, (0, 3), "acts on memory only when it has run out"),
     "by samples": (BySamples, (0, 1), "balances by samples"),
-    "never saves": (NeverSaves, (0, 4), "never saves"),
+    "never saves": (NeverSaves, (4, 7), "never saves"),
     "saves always": (SavesAlways, (4, 5), "saves too often"),
     "replaces": (Replaces, (1, 4), "replaces ranks"),
     "timid": (Timid, (5, 2), "gives speed away for memory that nobody needs"),

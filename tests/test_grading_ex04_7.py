@@ -27,7 +27,7 @@ VISIBLE = {"seed": 1, "num_runs": 6}
 
 @cache
 def runs(kind: type, numbers: tuple[int, ...]) -> list[Result]:
-    episodes = make_episodes(1, 6)
+    episodes = make_episodes(1, 8)
     return [run_episode(episodes[number], lambda: kind().observe) for number in numbers]
 
 

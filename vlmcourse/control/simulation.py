@@ -17,7 +17,7 @@ from vlmcourse.control.actions import Change, Place, Settings, read_actions
 from vlmcourse.control.dealing import Dealt, deal_by_work, deal_in_order
 from vlmcourse.control.prices import Load, StepPrice, price_step, rates_of
 from vlmcourse.control.rates import Job, balanced_layers, checkpoint_s, restart_s
-from vlmcourse.control.world import CALM_TEXT, CALM_TILES, NOTICE_S, TOKENS_PER_TILE, Conditions, Drawn, World
+from vlmcourse.control.world import CALM_TEXT, CALM_TILES, NOTICE_S, TOKENS_PER_TILE, Conditions, Drawn, Event, World
 from vlmcourse.planner.hardware import get_device
 from vlmcourse.planner.network import Link
 
@@ -58,6 +58,8 @@ class RunLog:
     useful_samples: int = 0
     """Trained and not lost."""
     lost_samples: int = 0
+    lost_announced: int = 0
+    """Of these, to evictions that had been announced."""
     num_oom: int = 0
     """Steps that ran out of memory."""
     num_evicted: int = 0
@@ -158,7 +160,7 @@ class Simulation:
         self.log.rows.append(Row(began_s, step_s, peak, price.exposed_s, self.settings, stopped))
         self.attempt += 1
         if stopped == "eviction" and eviction is not None:
-            self._evict(eviction.start_s, eviction.rank)
+            self._evict(eviction)
         elif stopped:
             self._stop(stopped)
         elif self.settings.save_every and self.num_steps - self.saved_step >= self.settings.save_every:
@@ -246,17 +248,20 @@ class Simulation:
         seconds = checkpoint_s(self.job)
         eviction = self.world.next_eviction(self.now_s)
         if eviction is not None and eviction.start_s <= self.now_s + seconds:
-            self._evict(eviction.start_s, eviction.rank)
+            self._evict(eviction)
             return
         self.now_s += seconds
         self.saved_step, self.log.num_saves = self.num_steps, self.log.num_saves + 1
         self._events.append({"event": "checkpoint", "seconds": seconds})
 
-    def _evict(self, at_s: float, rank: int) -> None:
-        self.now_s = max(self.now_s, at_s)
+    def _evict(self, eviction: Event) -> None:
+        self.now_s = max(self.now_s, eviction.start_s)
         self.log.num_evicted += 1
+        lost_before = self.log.lost_samples
         self._stop("eviction", NEW_MACHINE_S)
-        self.machine_since_s[rank] = self.now_s
+        if eviction.announced:
+            self.log.lost_announced += self.log.lost_samples - lost_before
+        self.machine_since_s[eviction.rank] = self.now_s
 
     def _stop(self, reason: str, more_s: float = 0.0) -> None:
         """Lose what was not saved, and start again."""

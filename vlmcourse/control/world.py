@@ -31,8 +31,8 @@ MAX_TILES = 12
 TOKENS_PER_TILE = 256
 POOL_SIZE = 4096
 """Samples that are drawn once; which of them a step takes depends on its number."""
-CALM_TILES, CALM_SPREAD = 2.6, 0.2
-CALM_TEXT, TEXT_SPREAD = 420.0, 0.25
+CALM_TILES, CALM_SPREAD = 2.2, 0.2
+CALM_TEXT, TEXT_SPREAD = 360.0, 0.25
 """Mean tiles and text tokens of a sample, and the standard deviation of their logarithms."""
 CALM_FRAGMENTATION = 0.02
 

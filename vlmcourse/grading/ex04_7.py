@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from vlmcourse.control.episodes import Episode, Result, find_bounds, make_episodes, run_episode, score_speed
-from vlmcourse.control.simulation import RunLog
+from vlmcourse.control.simulation import RunLog, first_settings
 from vlmcourse.grading.checks import Outcome, award, explain_signature, show_first
 from vlmcourse.grading.control_feedback import explain_controller
 from vlmcourse.grading.plain import call_plainly
@@ -66,10 +66,12 @@ def check_speed(answer: Any, points: float, seed: int, num_runs: int = 6) -> flo
 
 
 def check_safety(answer: Any, points: float, seed: int, num_runs: int = 6) -> float:
-    """Grade steps out of memory (two thirds) and samples lost to evictions (one third), against the baseline's.
+    """Grade steps out of memory (two thirds) and samples lost to announced evictions (one third).
 
     All points for memory where at most one step in twenty of the baseline's ran out; a run in which the baseline does
-    not run out and the controller does costs as much as five. All points for lost work from a half on.
+    not run out and the controller does costs as much as five. All points for lost work up to a quarter of what is lost
+    on average by saving as often as the run does in the beginning. What an eviction without notice costs is luck, and
+    part of the speed.
 
     Returns:
         Points from 0 to `points`; feedback is printed.
@@ -81,12 +83,12 @@ def check_safety(answer: Any, points: float, seed: int, num_runs: int = 6) -> fl
     own = sum(result.log.num_oom if result.baseline.num_oom else 5 * result.log.num_oom for result in results)
     theirs = sum(result.baseline.num_oom for result in results)
     memory = _share_avoided(own, theirs, tolerated=0.05)
-    hit = [result for result in results if any(event.kind == "eviction" for event in result.episode.world.events)]
-    lost, lost_by_nothing = (sum(log.lost_samples for log in logs) for logs in zip(*map(_two, hit), strict=True))
-    saved = _share_avoided(lost, lost_by_nothing, tolerated=0.5)
+    lost = sum(result.log.lost_announced for result in results)
+    usual = sum(_usual_loss(result.episode) for result in results)
+    saved = _share_avoided(lost, usual, tolerated=0.25)
     print(
-        f"out of memory: {sum(result.log.num_oom for result in results)} steps, doing nothing {theirs}; lost in runs "
-        f"with evictions: {lost} samples, doing nothing {lost_by_nothing}"
+        f"out of memory: {sum(result.log.num_oom for result in results)} steps, doing nothing {theirs}; lost to "
+        f"announced evictions: {lost} samples, without a thought of them about {usual:.0f}"
     )
     if memory + saved < 2:
         _show_ideas(results)
@@ -174,8 +176,10 @@ def _share_avoided(own: float, theirs: float, tolerated: float) -> float:
     return min(1.0, max(0.0, (1 - left) / (1 - tolerated)))
 
 
-def _two(result: Result) -> tuple[RunLog, RunLog]:
-    return result.log, result.baseline
+def _usual_loss(episode: Episode) -> float:
+    """Return the samples that announced evictions cost on average if the first settings save: half an interval each."""
+    num_announced = sum(event.announced for event in episode.world.events)
+    return num_announced * first_settings(episode.job).save_every / 2 * episode.job.global_batch_size
 
 
 def _compare(result: Result) -> str:

@@ -38,7 +38,7 @@ def write_late_callback(folder: Path, event: str, row_s: float, sent_s: float) -
             start_s = cycle_s * step
             writer.write(StepRecord(step=step, start_s=start_s, step_s=STEP_S, world_size=2, **USUAL))
             began_s, late_s = (STEP_S, CALLBACK_S) if rank == 0 else (STEP_S + CALLBACK_S, 0.0)
-            waits: dict[str, float] = {"seconds": row_s + sent_s + late_s, "communication_s": sent_s + late_s}
+            waits: dict[str, Any] = {"seconds": row_s + sent_s + late_s, "communication_s": sent_s + late_s}
             writer.write(EventRecord(event=event, step=step, start_s=start_s + began_s, **waits))
         writer.close()
     return folder

@@ -445,7 +445,7 @@ WRONG: dict[str, tuple[Answer, dict[str, str]]] = {
     ),
     "the planner's": (
         plain() | {"weights": lambda p, n, s, x: estimate_state_bytes(p, precision=x, zero_stage=s).weights},
-        {"weights": "vlmcourse.planner.memory.estimate_state_bytes holds the answer"},
+        {"weights": "vlmcourse.planner.state_bytes.estimate_state_bytes holds the answer"},
     ),
     "no refusals": (
         plain() | {"weights": lambda p, n, s, x: TABLE[x][0] * p / (n if s == 3 else 1)},

@@ -30,7 +30,9 @@ from vlmcourse.grading.memory_mistakes import explain_state
 from vlmcourse.grading.memory_mistakes_kept import explain_activations, explain_report
 from vlmcourse.grading.plain import call_plainly
 
-ANSWERED_BY = ("vlmcourse.planner.memory", "vlmcourse.planner.activations", "vlmcourse.planner.layer_activations")
+ANSWERED_BY = tuple(
+    f"vlmcourse.planner.{name}" for name in ("memory", "state_bytes", "activations", "layer_activations")
+)
 """Modules that hold the answers."""
 STATE_ARGUMENTS = ("num_params", "num_ranks", "stage", "precision")
 ACTIVATION_ARGUMENTS = ("num_layers", "hidden", "num_heads", "seq_len", "micro_batch", "precision", "flash")

@@ -75,6 +75,8 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
     Communicates: where gradients are shards, an all-reduce of 4 bytes over each axis of their mesh.
     """
+    if not gradients:
+        return torch.zeros(())
     # torch warns that it reduces the norm over one axis after the other; for 4 bytes a step nobody needs to know.
     torch_logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = torch_logger.level
@@ -84,7 +86,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         # made before: fp32 copies of all gradients at once would be the peak of a step's memory.
         is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64 if is_double else torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())
+        norm = torch.linalg.vector_norm(torch.stack(list(norms)))
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     finally:
         torch_logger.setLevel(level)

@@ -260,3 +260,12 @@ def test_a_gpu_that_is_always_held_back_is_at_fault_only_where_heat_is_why(
     assert (hot.cause == "throttling") == is_fault
     if is_fault:
         assert "in the fast ones (lower quartile)" in hot.findings[0].evidence[0]
+
+
+def test_a_slow_rank_is_named_beside_one_with_less_work_that_is_no_faster(tmp_path: Path) -> None:
+    """Rank 1 computes 50 ms longer at the same work; rank 2 has half the work in as much time, and keeps nobody."""
+    half = {"samples": 4, "tiles": 4, "text_tokens": 200, "image_tokens": 16, "padding_tokens": 8}
+    change = lambda rank, step: {1: {"backward_s": 0.11}, 2: half}.get(rank, {})  # noqa: E731
+    found = diagnose(write_log(tmp_path, change, world_size=3))
+    slow = [finding for finding in found.findings if finding.cause == "slow_rank"]
+    assert [finding.rank for finding in slow] == [1]

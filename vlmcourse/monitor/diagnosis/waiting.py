@@ -8,7 +8,7 @@ pipeline only ranks of one stage have the same work: `pipeline` tells what its s
 
 from __future__ import annotations
 
-from statistics import mean, median, quantiles
+from statistics import mean, median, median_low, quantiles
 
 from vlmcourse.monitor.diagnosis import thresholds as limit
 from vlmcourse.monitor.diagnosis.exchanges import shared_waits
@@ -39,18 +39,16 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     work = _work_by_step(facts)
     pace_of_all = {rank: [compute_s(r) / work[r.step][rank] for _, r in facts.records(rank)] for rank in facts.ranks}
     usual = {rank: median(values) for rank, values in pace_of_all.items()}
-    most = [max(ranks, key=lambda rank: usual[rank]) for ranks in groups]
-    excess = [
-        usual[slow] - median(usual[r] for r in ranks if r != slow) for slow, ranks in zip(most, groups, strict=True)
-    ]
-    which = excess.index(max(excess))
+    taken_s = {rank: median(compute_s(r) for _, r in facts.records(rank)) for rank in facts.ranks}
+    works = {rank: median(work[step][rank] for step in work) for rank in facts.ranks}
+    blamed_s = [{rank: _blame_s(rank, ranks, usual, works, taken_s) for rank in ranks} for ranks in groups]
+    most = [max(of_group, key=lambda rank, of_group=of_group: of_group[rank]) for of_group in blamed_s]
+    which = max(range(len(groups)), key=lambda number: max(blamed_s[number].values()))
     slowest, pace = most[which], {rank: pace_of_all[rank] for rank in groups[which]}
-    usual_work = median(work[step][slowest] for step in work)
     half = len(work) // 2
     halves = [_compare_pace({r: values[part] for r, values in pace.items()}, slowest) for part in _halves(half)]
-    slow_s, others_s = (usual_work * value for value in min(halves, key=lambda pair: pair[0] - pair[1]))
-    taken_s = {rank: median(compute_s(r) for _, r in facts.records(rank)) for rank in groups[which]}
-    later_s = taken_s[slowest] - median(value for rank, value in taken_s.items() if rank != slowest)
+    slow_s, others_s = (works[slowest] * value for value in min(halves, key=lambda pair: pair[0] - pair[1]))
+    later_s = taken_s[slowest] - median(taken_s[rank] for rank in pace if rank != slowest)
     more_s = max(0.0, min(slow_s - others_s, later_s))
     share = more_s / facts.cycle_s
     waited = "the rest" if later_s >= slow_s - others_s else f"the {1e3 * more_s:.1f} ms that it takes longer than they"
@@ -79,13 +77,22 @@ def find_slow_rank(facts: RunFacts) -> Finding | None:
     return build_finding("slow_rank", share, evidence, fixes, detail=f"rank {slowest}", rank=slowest)
 
 
+def _blame_s(
+    rank: int, ranks: list[int], pace: dict[int, float], work: dict[int, float], taken_s: dict[int, float]
+) -> float:
+    """Return by how much a rank is slower than the others at its work, as far as it is later than they are too."""
+    others = [r for r in ranks if r != rank]
+    slower_s = (pace[rank] - median_low(pace[r] for r in others)) * work[rank]
+    return min(slower_s, taken_s[rank] - median(taken_s[r] for r in others))
+
+
 def _halves(half: int) -> tuple[slice, slice]:
     return slice(None, half), slice(half, None)
 
 
 def _compare_pace(pace: dict[int, list[float]], slowest: int) -> tuple[float, float]:
     """Return the lower quartile of the slowest rank, and the median of the others' medians."""
-    others = median(median(values) for rank, values in pace.items() if rank != slowest)
+    others = median_low(median(values) for rank, values in pace.items() if rank != slowest)
     return quantiles(pace[slowest], n=4)[0], others
 
 

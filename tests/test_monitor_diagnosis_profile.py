@@ -340,6 +340,7 @@ def test_a_slow_rank_that_the_log_cannot_tell_is_found_by_the_profile(tmp_path: 
     assert (only(found).cause, only(found).rank) == ("slow_rank", 1)
     assert only(found).share == pytest.approx(0.08 / 0.28, abs=0.02)
     assert said(found, "they wait for the rest") and not said(found, "has the most time of its own")
+    assert not said(found, "larger work explains")  # both have the same
     healthy = two_ranks(tmp_path / "healthy", 0.192, 0.0)
     assert not healthy.findings
 

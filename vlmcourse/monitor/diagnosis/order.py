@@ -84,7 +84,7 @@ def _look(facts: RunFacts) -> list[Finding | None]:
     throttling, thrash = find_throttling(facts), find_memory_thrash(facts)
     straggler = find_slow_rank(facts)
     imbalance = find_imbalance(facts)
-    if straggler is not None and imbalance is not None and imbalance.rank == straggler.rank:
+    if straggler is not None and imbalance is not None and imbalance.rank == straggler.rank and imbalance.share > 0:
         # FLOPs are no exact measure of time: as far as they may be off, it is not the machine that is slow.
         explained_share = imbalance.share * len(facts.ranks) / (len(facts.ranks) - 1)
         doubtful_share = MODEL_ERRORS["imbalance"] * explained_share
